@@ -185,7 +185,7 @@ class MeanColor:
 
 @pytest.fixture(autouse=True)
 def without_java(request, monkeypatch):
-    """Java takes seconds to start, twice for each evaluation. Tests of test_score.py that need it
+    """Java takes seconds to start, twice for each evaluation. Tests of test_scores.py that need it
     ask for the fixture `java`."""
     if "java" not in request.fixturenames:
         monkeypatch.setattr(scores, "java_works", lambda: False)

@@ -6,9 +6,9 @@ import torch
 from conftest import train_lines, write_features
 from PIL import Image
 from test_features import without_training
-from test_match import dense_gradients
+from test_matching import dense_gradients
 from test_methods import METHODS, flags_of, interrupted
-from test_readers import write_birds, write_cub, write_nabirds
+from test_releases import write_birds, write_cub, write_nabirds
 from torch import Tensor
 
 import cheers

@@ -1,151 +1,23 @@
-"""Vocabulary, CLEVR-Change's layout, feature files, batches, captions of any two pictures."""
+"""Batches, and what a data set says of its pictures and of a checkpoint."""
 
 import itertools
-import json
-import os
 import re
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-import h5py
-import numpy as np
 import pytest
 import torch
-from conftest import GRID, NoFeatures, colours
-from PIL import Image
+from conftest import GRID, NoFeatures
 
 import data
 import scores
 from common import END, START, UNK, InputError
-from support.captioner import Captioner, caption_files
 from support.features import (
-    Extractor,
-    Features,
     prefetch,
-    preprocess_imagenet,
-    read_image,
-    write_features,
 )
-from support.releases import Pair, read_clevr_change, release_from_pairs
-from support.text import SPECIAL, Vocab, frequent_words, tokenize, tokenize_pairs
-
-
-def test_tokens_and_vocabulary_follow_the_published_rule():
-    words = tokenize("A cube, was; it moved? yes.")
-    assert words == ["A", "cube", ",", "was", ";", "it", "moved", "yes"]
-    assert tokenize("two  blanks ") == ["two", "", "blanks", ""]
-    vocab = Vocab(frequent_words(["b a", "B, a"]))
-    assert vocab.words == [*SPECIAL, ",", "B", "a", "b"]
-    assert vocab.encode("a c b", 7) == [2, 6, 1, 7, 3, 0, 0]
-    ids = torch.tensor([[2, 6, 7, 3, 5], [2, 7, 0, 6, 6]])
-    assert vocab.decode(ids) == ["a b", "b"]
-    assert vocab.encode("a a a", 4) == [2, 6, 6, 3]
-    assert frequent_words(["x x y"], min_count=2) == [*SPECIAL, "x"]
-    # Some releases contain <UNK> in their captions. Special words are no words.
-    vocab = Vocab(frequent_words(["a <UNK> b", "<NULL>"]))
-    assert vocab.words == [*SPECIAL, "a", "b"]
-    assert vocab.encode("a <NULL> <UNK> b", 6) == [2, 4, 1, 1, 5, 3]
-
-
-@pytest.mark.parametrize(
-    "caption, words",
-    [
-        ("A red-brick wall isn't 3.5 m", "a red-brick wall isn't 3.5 m"),
-        ('(the "new" gate), 50%!', '( the " new " gate ) , 50 % !'),
-        ("Die Tu\u0308r\u3000ist\xa0zu", "die t\xfcr ist zu"),
-        ("\ufeffthe\u00ad gate\u200bisn\u2019t o\u00adpen", "the gate isn't open"),
-        ("\u200fהשער\u2069 \u202b\u2060נפתח\u202c.\u200e", "השער נפתח ."),
-        ("İstanbul, I\u0307STANBUL kapı KAPI", "istanbul , istanbul kapi kapi"),
-        (
-            "Straße STRASSE STRAẞE; ο δρόμος, Ο ΔΡΌΜΟΣ",
-            "strasse strasse strasse ; ο δρόμος , ο δρόμος",
-        ),
-        ("门开了，BMW走了。", "门 开 了 ， bmw 走 了 。"),
-    ],
-)
-def test_words_of_own_pairs(caption, words):
-    assert tokenize_pairs(caption) == words.split()
-
-
-# ---- CLEVR-Change --------------------------------------------------------------------------------
-
-
-def test_a_scene_is_a_changed_and_a_distractor_pair(release):
-    scene = read_clevr_change(release).scenes["train"][3]
-    changed, same = scene.pairs
-    changed_swapped, same_swapped = scene.swapped
-    assert (changed.id, changed.before) == ("000003.png", "CLEVR_default_000003.png")
-    assert changed.after == "CLEVR_semantic_000003.png"
-    assert (same.id, same.after) == ("000003.png_n", "CLEVR_nonsemantic_000003.png")
-    assert (changed_swapped.before, changed_swapped.after) == (same.after, changed.after)
-    assert (same_swapped.before, same_swapped.after) == (same.after, same.before)
-
-
-def test_optional_files(release):
-    """Captions from the distractor's view are those of the swapped pair."""
-    captions = json.loads((release / "change_captions.json").read_text())
-    own = captions["CLEVR_default_000003.png"]
-    captions["CLEVR_nonsemantic_000003.png"] = ["seen from there"]
-    boxes = {"bbox_before": [1, 2, 3, 4], "bbox_after": None}
-    (release / "change_captions.json").write_text(json.dumps(captions))
-    (release / "change_captions_by_IOU.json").write_text('{"3": 0.25}')
-    (release / "change_captions_with_bbox.json").write_text(json.dumps({"3": boxes}))
-    read = read_clevr_change(release)
-    scene = read.scenes["train"][3]
-    assert scene.pairs[0].captions == own
-    assert scene.swapped[0].captions == ["seen from there"]
-    assert read.overlap == {"000003.png": 0.25}
-    assert read.boxes == {"000003.png": ([1, 2, 3, 4], None)}
-
-
-# ---- feature files -------------------------------------------------------------------------------
-
-
-def write(path, blocks):
-    """A feature file of the images "a" to "e"."""
-    files = dict.fromkeys("abcde", Path(__file__))  # that they are said to be made from
-    write_features(path, files, blocks, "resnet101-layer3", "how")
-
-
-FEATURES = np.random.default_rng(0).random((5, *GRID)).astype(np.float32)
-
-
-def test_feature_file_round_trip(tmp_path, monkeypatch):
-    write(tmp_path / "f.h5", [FEATURES[:2], FEATURES[2:]])
-    read = Features(tmp_path / "f.h5", "make it", "resnet101-layer3")
-    expected = torch.from_numpy(FEATURES[[3, 0, 3]]).half()
-    torch.testing.assert_close(read.rows(["d", "a", "d"]), expected)
-    monkeypatch.delattr(os, "posix_fadvise", raising=False)  # as on macOS and Windows
-    torch.testing.assert_close(read.rows(["d", "a", "d"]), expected)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the file would fill the disk")
-def test_a_feature_file_may_be_larger_than_memory(tmp_path):
-    """As that of CLEVR-Change, 48 GB, often is. Nothing is written but the last row."""
-    memory = Path("/proc/meminfo").read_text()
-    kilobytes = re.findall(r"^(?:MemTotal|SwapTotal): +(\d+)", memory, re.MULTILINE)
-    grid = (2**12, 32, 32)  # 8 MiB
-    count = sum(map(int, kilobytes)) * 1024 * 5 // 4 // 2**23
-    names = [str(n) for n in range(count)]
-    path = tmp_path / "f.h5"
-    with h5py.File(path, "w") as f:
-        f.attrs.update(extractor="resnet101-layer3", preprocessing="how")
-        f["image_ids"] = names
-        f["stamps"] = np.zeros((count, 3), np.int64)
-        f.create_dataset("features", (count, *grid), "float16", fill_time="never")[-1] = 2
-    assert path.stat().st_blocks * 512 < 100e6
-    features = Features(path, "make it", "resnet101-layer3")
-    assert (features.rows(names[-1:]) == 2).all()
-
-
-@pytest.mark.parametrize("factor", [1e6, np.nan])
-def test_features_that_float16_cannot_hold_are_named(factor, tmp_path):
-    with pytest.raises(InputError, match="'b'"):
-        write(tmp_path / "f.h5", [FEATURES[:1], FEATURES[1:] * factor])
-    assert not list(tmp_path.iterdir())  # never half a file
-
+from support.releases import Pair, release_from_pairs
+from support.text import SPECIAL, Vocab, frequent_words, tokenize_pairs
 
 # ---- batches -------------------------------------------------------------------------------------
 
@@ -368,122 +240,3 @@ def test_pairs_that_share_a_picture_are_told(shared, noted, capsys):
     data.note_on_negatives(dataset, cfg, "w_match", "w_other")
     told = capsys.readouterr().out
     assert told.endswith(" --w_match 0\n") if noted else told == ""
-
-
-# ---- captions of any two pictures ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "caption",
-    [
-        "the car is gone.",
-        "هل اختفت السيارة، أم لا؟",
-        "a gate (the left-hand one), 3.5 m, isn't [any more] open; 50% of it!",
-        "what... no: why?!",
-        "门开了，大车走了。",
-    ],
-)
-def test_sentences_have_punctuation_where_people_put_it(caption):
-    words = " ".join(tokenize_pairs(caption))
-    assert words != caption and Vocab.sentence(words) == caption
-
-
-class Brightness(torch.nn.Module):
-    """Says whether "after" is brighter than "before", and looks at its brightest cell."""
-
-    cfg = SimpleNamespace(device="cpu")
-
-    def generate(self, before, after):
-        brighter = (after - before).mean((1, 2, 3)) > 0
-        word = torch.where(brighter, 4, 5)
-        start = torch.full_like(word, START)
-        end = torch.full_like(word, END)
-        return torch.stack([start, word, end], 1)
-
-    def attention_map(self, before, after, ids):
-        return {"attention": after.mean(1)}
-
-
-@pytest.fixture
-def captioner(tmp_path, monkeypatch):
-    """dark.png, bright.png, and a Captioner whose extractor takes the mean of each cell."""
-
-    class Mean(Extractor):
-        def __init__(self, name, device):
-            self.preprocess = lambda image: preprocess_imagenet(image, 64)
-            self.device = device
-            self.net = lambda x: x.unflatten(2, (8, 8)).unflatten(4, (8, 8)).mean((3, 5))
-
-    monkeypatch.setattr("support.captioner.Extractor", Mean)
-    files = []
-    for name, color in (("dark", "black"), ("bright", "white")):
-        files.append(tmp_path / f"{name}.png")
-        Image.new("RGB", (40, 20), color).save(files[-1])
-    state = {"vocab": [*SPECIAL, "brighter", "darker ."], "extractor": "mean"}
-    return *files, Captioner(Brightness(), state)
-
-
-def test_two_pictures_are_captioned(captioner, tmp_path, capsys):
-    dark, bright, captioner = captioner
-    caption_files(captioner, [dark, bright], None)
-    caption_files(captioner, [bright, dark], str(tmp_path / "new/folder/out.jpg"))
-    assert capsys.readouterr().out == "brighter\ndarker.\n"
-    with Image.open(tmp_path / "new/folder/out.jpg") as picture:
-        assert picture.format == "JPEG"
-    assert colours(tmp_path / "new/folder/out.jpg") > 100
-    with pytest.raises(InputError, match="--out"):  # it replaces no picture of the user
-        caption_files(captioner, [dark, bright], str(bright))
-    with pytest.raises(InputError, match=r"\.csv"):
-        caption_files(captioner, [dark], None)
-    with pytest.raises(InputError, match=r"x\.csv.*\.png"):
-        caption_files(captioner, [dark, bright], str(tmp_path / "none/x.csv"))
-    assert not (tmp_path / "none").exists()
-    assert capsys.readouterr().out == ""  # all before the first caption
-    images = [read_image(bright), read_image(dark)]  # from Python: pictures in memory
-    caption, maps = captioner(*images)
-    assert caption == "darker." and maps["attention"].shape == (8, 8)
-    with Image.open(dark) as opened:  # one picture of several pairs, read by several threads
-        results = captioner.pairs([(opened, bright), (bright, opened)] * 10)
-        assert [caption for caption, _ in results] == ["brighter", "darker."] * 10
-
-
-def test_each_pair_gets_its_own_row_of_a_further_input(captioner):
-    dark, bright, captioner = captioner
-    rows = torch.tensor([[2, 4, 3], [2, 5, 3], [2, 5, 3], [2, 4, 3], [2, 5, 3]])
-    captioner.inputs = lambda model, state, pictures: rows
-    captioner.model.generate = lambda before, after, rows: rows
-    captioner.model.attention_map = lambda before, after, ids, rows: {"rows": rows}
-    results = list(captioner.pairs([(dark, bright)] * 5, batch=2))
-    expected = ["brighter", "darker.", "darker.", "brighter", "darker."]
-    assert [caption for caption, _ in results] == expected
-    assert torch.equal(torch.stack([maps["rows"] for _, maps in results]), rows)
-
-
-@pytest.mark.parametrize("mark", ["", "\ufeff"])
-@pytest.mark.parametrize("separator", [",", ";"])
-def test_the_pairs_of_a_table_are_captioned(separator, mark, captioner, tmp_path, capsys):
-    """The table's own columns stay as they are, and so do its separator and byte order mark."""
-    captioner = captioner[2]
-    table = tmp_path / "pairs.csv"
-    text = """Before~ After~Site~~captions
-./dark.png~bright.png~7
-~~~~
-bright.png~dark.png~"a, b;
-c"~x~nan
-dark.png~bright.png~~~
-"""
-    captioned = """Before~After~Site~~captions~caption
-./dark.png~bright.png~7~~~brighter
-bright.png~dark.png~"a, b;
-c"~x~nan~darker.
-dark.png~bright.png~~~~brighter
-"""
-    table.write_text(mark + text.replace("~", separator), encoding="utf-8")
-    out = tmp_path / "new/out.csv"
-    caption_files(captioner, [str(table)], str(out))
-    assert out.read_text(encoding="utf-8") == mark + captioned.replace("~", separator)
-    first = "dark.png bright.png: brighter"
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == [f"./{first}", "bright.png dark.png: darker.", first]
-    with pytest.raises(InputError, match="column caption"):  # which is not overwritten
-        caption_files(captioner, [str(out)], str(tmp_path / "more.csv"))

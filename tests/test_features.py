@@ -1,12 +1,16 @@
-"""Pictures, extractors, preparation."""
+"""Pictures, extractors, preparation, feature files."""
 
 import copy
 import functools
 import os
+import re
+import sys
 import threading
 import time
 import zlib
+from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import timm
@@ -22,12 +26,14 @@ from common import InputError
 from support.features import (
     FORMATS,
     Extractor,
+    Features,
     TimmGrid,
     authors_features,
     check_pictures,
     in_threads,
     preprocess_resnet,
     read_image,
+    write_features,
 )
 from support.releases import read_clevr_change
 
@@ -409,3 +415,50 @@ def test_a_timm_backbone_through_preparation_training_and_captioning(tmp_path, t
         scorer_cbr.main(caption_with)
     with pytest.raises(FileNotFoundError):
         data.load("pairs", tmp_path, extractor=extractor)
+
+
+# ---- feature files -------------------------------------------------------------------------------
+
+
+def write(path, blocks):
+    """A feature file of the images "a" to "e"."""
+    files = dict.fromkeys("abcde", Path(__file__))  # that they are said to be made from
+    write_features(path, files, blocks, "resnet101-layer3", "how")
+
+
+FEATURES = np.random.default_rng(0).random((5, *GRID)).astype(np.float32)
+
+
+def test_feature_file_round_trip(tmp_path, monkeypatch):
+    write(tmp_path / "f.h5", [FEATURES[:2], FEATURES[2:]])
+    read = Features(tmp_path / "f.h5", "make it", "resnet101-layer3")
+    expected = torch.from_numpy(FEATURES[[3, 0, 3]]).half()
+    torch.testing.assert_close(read.rows(["d", "a", "d"]), expected)
+    monkeypatch.delattr(os, "posix_fadvise", raising=False)  # as on macOS and Windows
+    torch.testing.assert_close(read.rows(["d", "a", "d"]), expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the file would fill the disk")
+def test_a_feature_file_may_be_larger_than_memory(tmp_path):
+    """As that of CLEVR-Change, 48 GB, often is. Nothing is written but the last row."""
+    memory = Path("/proc/meminfo").read_text()
+    kilobytes = re.findall(r"^(?:MemTotal|SwapTotal): +(\d+)", memory, re.MULTILINE)
+    grid = (2**12, 32, 32)  # 8 MiB
+    count = sum(map(int, kilobytes)) * 1024 * 5 // 4 // 2**23
+    names = [str(n) for n in range(count)]
+    path = tmp_path / "f.h5"
+    with h5py.File(path, "w") as f:
+        f.attrs.update(extractor="resnet101-layer3", preprocessing="how")
+        f["image_ids"] = names
+        f["stamps"] = np.zeros((count, 3), np.int64)
+        f.create_dataset("features", (count, *grid), "float16", fill_time="never")[-1] = 2
+    assert path.stat().st_blocks * 512 < 100e6
+    features = Features(path, "make it", "resnet101-layer3")
+    assert (features.rows(names[-1:]) == 2).all()
+
+
+@pytest.mark.parametrize("factor", [1e6, np.nan])
+def test_features_that_float16_cannot_hold_are_named(factor, tmp_path):
+    with pytest.raises(InputError, match="'b'"):
+        write(tmp_path / "f.h5", [FEATURES[:1], FEATURES[1:] * factor])
+    assert not list(tmp_path.iterdir())  # never half a file

@@ -13,7 +13,7 @@ import torch
 from conftest import CAPTION, WORDS, B, C, H, L, N, W, cosine, pictures, train_lines, write_features
 from released import close, fill, inputs, linear
 from test_methods import interrupted
-from test_readers import write_birds, write_cub, write_nabirds
+from test_releases import write_birds, write_cub, write_nabirds
 
 import data
 import idc_pretrain as idc

@@ -112,38 +112,6 @@ def test_the_backend_of_a_notebook_does_not_matter():
     subprocess.run([sys.executable, "-c", code], cwd=README.parent, env=environment, check=True)
 
 
-def test_a_table_has_the_captions_that_were_made_before_an_interruption(tmp_path, capsys):
-    """Then the same command works again, but somebody else's table is never replaced."""
-    rows = ["before,after,captions"]
-    for name in "abcd":
-        Image.new("RGB", (8, 8)).save(tmp_path / f"{name}.png")
-        rows.append(f"{name}.png,a.png,is {name} gone|{name} left")
-    table = tmp_path / "pairs.csv"
-    table.write_text("\n".join(rows))
-    out = tmp_path / "out.csv"
-
-    def captions(pairs, last):
-        yield "", {}
-        yield "gone", {}
-        if not last:
-            assert len(out.read_text().splitlines()) == 3  # it is there, though the file is open
-            raise KeyboardInterrupt
-        yield from [("gone", {})] * 2
-
-    captioner = Mock(pairs=lambda pairs: captions(pairs, last=False))
-    with pytest.raises(KeyboardInterrupt):
-        caption_files(captioner, [str(table)], str(out))
-    lines = out.read_text().splitlines()
-    assert lines == ["before,after,captions,caption", f"{rows[1]},", f"{rows[2]},gone"]
-    captioner = Mock(pairs=lambda pairs: captions(pairs, last=True))
-    caption_files(captioner, [str(table)], str(out))
-    assert len(out.read_text().splitlines()) == 5
-    new = shutil.copy(table, tmp_path / "new.csv")
-    with pytest.raises(InputError, match="new.csv has no column caption"):
-        caption_files(captioner, [str(table)], str(new))
-    assert new.read_text() == table.read_text()
-
-
 @pytest.mark.parametrize("count, each", [(2, 3), (12, 2), (30, 1)])
 def test_every_kind_has_samples(count, each, drawings, monkeypatch, tmp_path):
     """With many kinds, each has fewer; "no change" is never left out."""

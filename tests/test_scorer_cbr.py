@@ -151,7 +151,7 @@ def test_the_examples_of_the_docstrings():
 
 @pytest.mark.parametrize("heads", [1, 2, 3])
 def test_match_by_definition_against_loops(heads):
-    """Images have different numbers of tokens. token_match is tested in test_match.py."""
+    """Images have different numbers of tokens. token_match is tested in test_matching.py."""
     torch.manual_seed(0)
     q = torch.randn(3, 5, 6, dtype=torch.float64)
     k = torch.randn(4, 7, 6, dtype=torch.float64)

@@ -1,15 +1,24 @@
-"""Text: noun and verb segments of captions, their subjects, CLIP."""
+"""Words and phrases: segments and subjects of captions, CLIP, the vocabulary, sentences."""
 
 import warnings
 
 import pytest
+import torch
 from conftest import random_clip
 
 import rdd_acr
 from common import InputError
 from support.features import load_clip
 from support.mini import NO_CHANGE, TEMPLATES
-from support.text import subjects, template_segments
+from support.text import (
+    SPECIAL,
+    Vocab,
+    frequent_words,
+    subjects,
+    template_segments,
+    tokenize,
+    tokenize_pairs,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -181,3 +190,58 @@ def test_the_activation_of_weights_in_a_file_is_told(clip, tmp_path, capsys):
     assert capsys.readouterr().out == ""
     load_clip(f"ViT-L-14:{file}")
     assert f"ViT-L-14-quickgelu:{file}" in capsys.readouterr().out
+
+
+# ---- words ---------------------------------------------------------------------------------------
+
+
+def test_tokens_and_vocabulary_follow_the_published_rule():
+    words = tokenize("A cube, was; it moved? yes.")
+    assert words == ["A", "cube", ",", "was", ";", "it", "moved", "yes"]
+    assert tokenize("two  blanks ") == ["two", "", "blanks", ""]
+    vocab = Vocab(frequent_words(["b a", "B, a"]))
+    assert vocab.words == [*SPECIAL, ",", "B", "a", "b"]
+    assert vocab.encode("a c b", 7) == [2, 6, 1, 7, 3, 0, 0]
+    ids = torch.tensor([[2, 6, 7, 3, 5], [2, 7, 0, 6, 6]])
+    assert vocab.decode(ids) == ["a b", "b"]
+    assert vocab.encode("a a a", 4) == [2, 6, 6, 3]
+    assert frequent_words(["x x y"], min_count=2) == [*SPECIAL, "x"]
+    # Some releases contain <UNK> in their captions. Special words are no words.
+    vocab = Vocab(frequent_words(["a <UNK> b", "<NULL>"]))
+    assert vocab.words == [*SPECIAL, "a", "b"]
+    assert vocab.encode("a <NULL> <UNK> b", 6) == [2, 4, 1, 1, 5, 3]
+
+
+@pytest.mark.parametrize(
+    "caption, words",
+    [
+        ("A red-brick wall isn't 3.5 m", "a red-brick wall isn't 3.5 m"),
+        ('(the "new" gate), 50%!', '( the " new " gate ) , 50 % !'),
+        ("Die Tu\u0308r\u3000ist\xa0zu", "die t\xfcr ist zu"),
+        ("\ufeffthe\u00ad gate\u200bisn\u2019t o\u00adpen", "the gate isn't open"),
+        ("\u200fהשער\u2069 \u202b\u2060נפתח\u202c.\u200e", "השער נפתח ."),
+        ("İstanbul, I\u0307STANBUL kapı KAPI", "istanbul , istanbul kapi kapi"),
+        (
+            "Straße STRASSE STRAẞE; ο δρόμος, Ο ΔΡΌΜΟΣ",
+            "strasse strasse strasse ; ο δρόμος , ο δρόμος",
+        ),
+        ("门开了，BMW走了。", "门 开 了 ， bmw 走 了 。"),
+    ],
+)
+def test_words_of_own_pairs(caption, words):
+    assert tokenize_pairs(caption) == words.split()
+
+
+@pytest.mark.parametrize(
+    "caption",
+    [
+        "the car is gone.",
+        "هل اختفت السيارة، أم لا؟",
+        "a gate (the left-hand one), 3.5 m, isn't [any more] open; 50% of it!",
+        "what... no: why?!",
+        "门开了，大车走了。",
+    ],
+)
+def test_sentences_have_punctuation_where_people_put_it(caption):
+    words = " ".join(tokenize_pairs(caption))
+    assert words != caption and Vocab.sentence(words) == caption

@@ -17,6 +17,7 @@ from support.releases import (
     Pair,
     Settings,
     read_birds_to_words,
+    read_clevr_change,
     read_clevr_dc,
     read_cub,
     read_image_editing,
@@ -516,3 +517,34 @@ def test_the_readmes_example_of_your_own_pairs(tmp_path):
     release = read_pairs(tmp_path)
     assert sum(sizes(release).values()) > 1
     assert all(release.captions(SPLITS))
+
+
+# ---- CLEVR-Change --------------------------------------------------------------------------------
+
+
+def test_a_scene_is_a_changed_and_a_distractor_pair(release):
+    scene = read_clevr_change(release).scenes["train"][3]
+    changed, same = scene.pairs
+    changed_swapped, same_swapped = scene.swapped
+    assert (changed.id, changed.before) == ("000003.png", "CLEVR_default_000003.png")
+    assert changed.after == "CLEVR_semantic_000003.png"
+    assert (same.id, same.after) == ("000003.png_n", "CLEVR_nonsemantic_000003.png")
+    assert (changed_swapped.before, changed_swapped.after) == (same.after, changed.after)
+    assert (same_swapped.before, same_swapped.after) == (same.after, same.before)
+
+
+def test_optional_files(release):
+    """Captions from the distractor's view are those of the swapped pair."""
+    captions = json.loads((release / "change_captions.json").read_text())
+    own = captions["CLEVR_default_000003.png"]
+    captions["CLEVR_nonsemantic_000003.png"] = ["seen from there"]
+    boxes = {"bbox_before": [1, 2, 3, 4], "bbox_after": None}
+    (release / "change_captions.json").write_text(json.dumps(captions))
+    (release / "change_captions_by_IOU.json").write_text('{"3": 0.25}')
+    (release / "change_captions_with_bbox.json").write_text(json.dumps({"3": boxes}))
+    read = read_clevr_change(release)
+    scene = read.scenes["train"][3]
+    assert scene.pairs[0].captions == own
+    assert scene.swapped[0].captions == ["seen from there"]
+    assert read.overlap == {"000003.png": 0.25}
+    assert read.boxes == {"000003.png": ([1, 2, 3, 4], None)}

@@ -1,7 +1,7 @@
 """token_match against its formula with every score at once: the CPU's formulation and, in Triton's
 interpreter, which needs no GPU, the kernels for CUDA.
 
-    TRITON_INTERPRET=1 python tests/test_match.py    checks the kernels
+    TRITON_INTERPRET=1 python tests/test_matching.py    checks the kernels
 """
 
 import os
