@@ -215,7 +215,7 @@ def test_the_files_of_a_split(dataset, tmp_path, capsys):
     total = dataset.results("test", captions, {}, tmp_path, published=paper)
     output = capsys.readouterr().out
     # Without Java, without boxes. The groups are of ten, of five and of a single pair.
-    table = output.partition("captions\n")[2].splitlines()[:4]
+    table = output.partition("pairs\n")[2].splitlines()[:4]
     assert table[0].split() == ["pairs", "BLEU-1", "BLEU-4", "ROUGE-L", "CIDEr"]
     assert [line.split()[0] for line in table[1:]] == ["total", "one", "paper:"]
     assert table[3].split()[3:] == [*"----", "117.90"]
