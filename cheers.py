@@ -435,7 +435,7 @@ class CHEERS(nn.Module):
         At the start, "caption" is about 5 (a guess among 76 ids has ln 76 = 4.3), "match" is ln B,
         "common" 1.3 and "different" 0.7, as the maps' Linear layers are random. If "match" stays at
         ln B, `shared` does not tell a pair's partner from other images. Low "common" and
-        "different" prove little, because constant maps can agree, too."""
+        "different" prove little, because constant maps also agree."""
         f_diff, e, layers = self.encode(before, after, entities)  # Eq. 2-8, 10-12
         hidden, _ = self.decoder(caption, f_diff, e)  # Eq. 13-17
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 18
@@ -772,7 +772,7 @@ def compute_losses(
 
 def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool = False) -> CHEERS:
     """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
-    entities: those of its pairs, unless k is 0.
+    entities: the entities of its pairs, unless k is 0.
 
     `resume` continues from last.pt, which each validation saves, as if training had never stopped.
     FloatingPointError if a loss is not finite."""
@@ -817,7 +817,7 @@ def evaluate(
     entities: Entities | None = None,
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
-    entities: those of its pairs, unless k is 0.
+    entities: the entities of its pairs, unless k is 0.
 
     Without out_dir, for validation during training, these are the quick metrics. With out_dir,
     every metric of every group of pairs is printed and written, with captions and pictures."""

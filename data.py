@@ -185,8 +185,8 @@ class Dataset(Release):
         return counts
 
     def no_change_captions(self) -> set[str]:
-        """The sentences which say that nothing changed: those of Settings.no_change, and those that
-        unchanged training pairs have more often than changed ones, which may be mistakes."""
+        """The sentences which say that nothing changed: Settings.no_change, and what unchanged
+        training pairs have more often than changed ones, which may have it by mistake."""
         published = {" ".join(self.vocab.split(text)) for text in self.settings.no_change}
         more_often = self.sentences(True, "train") - self.sentences(False, "train")
         return published | more_often.keys()  # of a difference, Counter keeps what is above 0
@@ -249,7 +249,7 @@ class Dataset(Release):
         """InputError if a run, whose state this is, learned from other data."""
         self.check_fit(state)
         if state["digest"] != self.digest:
-            changed = f"the training or validation pairs of {self.root} are not those of the run"
+            changed = f"{self.root} has other training or validation pairs than the run"
             raise InputError(f"{changed}; train anew, with another --out_dir")
 
     def adopt(self, state: dict) -> None:
@@ -280,9 +280,11 @@ class Dataset(Release):
 
 
 def load(name: str, root: str | Path, cfg: RunConfig | None = None, **fields) -> Dataset:
-    """Read a prepared data set; an error says which command makes what is missing. Of cfg, or of
-    fields such as extractor="timm/resnet18", it uses device, extractor, blind and features: these
-    are read from the "file" or kept on the "gpu" ("auto": if they fill less than 60 % of it)."""
+    """Read a prepared data set. An error says which command makes what is missing.
+
+    It uses four fields of cfg, which can also be given by name (extractor="timm/resnet18"): device,
+    extractor, blind and features. With features="file", features are read from the file, and with
+    "gpu" they are kept on the GPU. "auto" keeps them there if they fill less than 60 % of it."""
     cfg = replace(cfg or RunConfig(), **fields)
     root = Path(root)
     release = read_release(name, root)

@@ -758,7 +758,7 @@ def compute_losses(
 
 def train(cfg: Config, dataset, phrases: Phrases | None = None, resume: bool = False) -> RDD:
     """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
-    phrases: those of its training captions, unless w_n2o and w_v2a are 0.
+    phrases: the phrases of its training captions, unless w_n2o and w_v2a are 0.
 
     `resume` continues from last.pt, which each validation saves, as if training had never stopped.
     FloatingPointError if a loss is not finite."""

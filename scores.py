@@ -74,8 +74,9 @@ def ptb_tokenize(texts: list[str]) -> list[str]:
 
 
 def plain_tokenize(text: str) -> str:
-    """For validation, and if there is no Java: lower case, no punctuation. Words are those of the
-    Stanford tokenizer on mini's templates; elsewhere "dog s" for its "dog 's", "3 5" for "3.5"."""
+    """For validation, and if there is no Java: lower case, no punctuation. On mini's templates, it
+    gives the same words as the Stanford tokenizer. Elsewhere it writes "dog s" for "dog 's", and
+    "3 5" for "3.5"."""
     words = re.sub(r"""[.,:;?!'"`]""", " ", text.lower()).split()
     return " ".join(word for word in words if word.strip("-"))
 

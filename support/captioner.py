@@ -118,8 +118,8 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
 
 
 def caption_table(captioner: Captioner, file: Path, out: str | None) -> None:
-    """The same for a CSV file with the columns before and after, whose paths are relative to it.
-    `out` gets the same table with one more column, "caption", row by row."""
+    """Captions every pair of a CSV file with the columns before and after, whose paths are relative
+    to it. `out` gets the same table with one more column, "caption", row by row."""
     table = read_table(file, ("before", "after"))
     pairs = [(file.parent / row["before"], file.parent / row["after"]) for row in table.rows]
     pictures = list(dict.fromkeys(itertools.chain(*pairs)))

@@ -81,7 +81,7 @@ def picture_fault(file: Path) -> str:
             if picture.format in ("PNG", "WEBP"):
                 picture.verify()  # by their checksums and lengths
             else:
-                picture.draft("RGB", (1, 1))  # of a JPEG, an eighth of the rows and columns
+                picture.draft("RGB", (1, 1))  # decodes a JPEG at an eighth of its size
                 picture.load()
     except Exception as e:  # A broken file can raise anything.
         return f"{file} ({e})"
@@ -161,7 +161,7 @@ def resnet101_grid(name: str) -> nn.Module:
 class TimmGrid(nn.Module):
     """The last feature map of a timm model: (n, 3, 224, 224) -> (n, C, H, W). name: timm/MODEL,
     whose weights timm fetches, or timm/MODEL:FILE. MODEL may have a tag, such as
-    vit_base_patch16_224.mae. Of a ViT, the map comes before its last LayerNorm, as from timm.
+    vit_base_patch16_224.mae. A ViT's map comes before its last LayerNorm, as in timm.
     InputError if there is no such model, or the file does not hold its weights."""
 
     def __init__(self, name: str):
@@ -346,8 +346,8 @@ class Features:
             return self.data[index.to(self.data.device, non_blocking=True)]
         self.announce(index.tolist())
         if self.device == "cpu":
-            # PyTorch would copy in threads of its own, beside which those of training run half as
-            # fast: where there are more OpenMP threads than cores, they sleep between operations.
+            # PyTorch would copy in threads of its own. With more OpenMP threads than cores, threads
+            # sleep between operations, and training would run half as fast.
             return torch.from_numpy(self.data.numpy()[index.numpy()])
         rows = torch.empty(shape, dtype=torch.float16, pin_memory=True)
         torch.index_select(self.data, 0, index, out=rows)  # in several threads, unlike NumPy

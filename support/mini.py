@@ -14,9 +14,9 @@ release (Park et al., ICCV 2019), plus two files:
     mini.json     the number of training scenes and this file's VERSION, written when all is done
     scenes.json   the truth about each scene, by which `accuracy` judges captions
 
-Two small networks are shipped in assets/: one whose features stand in for those of ResNet-101, and
-a CLIP. tools/make_mini_networks.py trained them on single training pictures and their objects. They
-have seen no captions, no pairs, and no validation or test pictures.
+Two small networks are shipped in assets/: one whose features replace ResNet-101's, and a CLIP.
+tools/make_mini_networks.py trained them on single training pictures and their objects. They have
+seen no captions, no pairs, and no validation or test pictures.
 
 An object ("item") is a dict with size, color, material, shape, its centre xyz, and its turn, the
 rotation about the vertical in radians. The z axis points up, and the floor is at z = 0. An object
@@ -492,9 +492,10 @@ def places_are_true(caption: str, scene: list[dict], changed: int, right: list[f
 def judge(pair_id: str, caption: str, truth: dict) -> dict[str, bool]:
     """Which of a caption's statements are true, without those that cannot be judged.
 
-    Of a changed pair: "change type"; "all four": the named attributes fit the changed object and no
-    other; "new value", of color and material changes; "place", of captions that say where the
-    object stands. Of an unchanged pair: "distractors", captioned as unchanged."""
+    For a changed pair, these are "change type"; "all four", if the named attributes fit the changed
+    object and no other; "new value", for changes of color and material; "place", if the caption
+    says where the object stands. For an unchanged pair, it is "distractors": is the caption one for
+    unchanged pairs?"""
     statement = parse_caption(caption)
     if pair_id.endswith("_n"):
         return {"distractors": statement["type"] == "same"}
@@ -733,7 +734,7 @@ def preprocess(image: Image.Image) -> Tensor:
 
 
 def feature_net() -> FeatureNet:
-    """The network whose features stand in for those of ResNet-101, as shipped."""
+    """The network whose features replace ResNet-101's, as shipped."""
     file = ASSETS / "mini_cnn.pt"
     return load_weights(FeatureNet(), load_tensors(file, SHIPPED), file, SHIPPED)
 

@@ -25,7 +25,7 @@ SATURATED = 8  # attention of this many times the uniform weight, or more, has t
 @contextlib.contextmanager
 def new_figure(path: Path):
     """A matplotlib figure, in the end written to a .png, .jpg or .pdf. It is one inch wide and
-    high, so its coordinates are inches, and the file shows whatever is drawn outside, too."""
+    high, so its coordinates are inches, and the file also shows whatever is drawn outside."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # no pyplot: it has global state
 
@@ -107,8 +107,8 @@ def draw_panel(figure, place: tuple, title: str, picture, levels=None):
 
 def sample_sheet(dataset, split: str, captions: dict, maps: dict, notes: dict, path: Path) -> None:
     """Draws the first pairs of every kind of change, up to three of each and at most 24, or the
-    first twelve if kinds are unknown -> a file. Of several maps the first two are drawn. captions,
-    maps and notes are those of scores.results."""
+    first twelve if kinds are unknown -> a file. If there are several maps, the first two are
+    drawn. captions, maps and notes: see scores.results."""
     pairs = [pair for pair in dataset.pairs(split) if pair.id in captions]
     kinds = {kind: ids for kind, ids in dataset.kinds.items() if ids & captions.keys()}
     chosen = []

@@ -2,7 +2,8 @@
 
 To add a data set, write a reader (folder -> Release; release_from_pairs makes one of plain pairs)
 and its row of DATASETS. `python data.py NAME` and `--dataset NAME` then work. A method without an
-entry NAME in its PRESETS uses that of Settings.preset, or else its defaults. Licence: MIT.
+entry NAME in its PRESETS uses the one that Settings.preset names, or else its defaults.
+Licence: MIT.
 """
 
 import csv
@@ -81,7 +82,7 @@ class Release:
         return pairs
 
     def captions(self, splits: Iterable[str]) -> list[str]:
-        """All captions of these splits, those of swapped pairs included."""
+        """All captions of these splits, also of swapped pairs."""
         captions = []
         for split in splits:
             for scene in self.scenes[split]:
@@ -204,7 +205,7 @@ class Settings:
     min_count: int = 1  # how often a word must occur to be in the vocabulary
     vocab_splits: tuple[str, ...] = ("train",)  # the splits from which papers take the words
     max_words: int | None = None  # papers cut captions after this many words; None: they do not
-    # What metrics compare: words from the PTB tokenizer; words split at spaces; ids of the latter.
+    # What metrics compare: words from the PTB tokenizer, words split at spaces, or their ids.
     tokens: Literal["ptb", "split", "ids"] = "ptb"
     # Captions come from CLEVR-like templates: rules extract their phrases (see template_segments)
     # and reject any other caption. Otherwise, spaCy's English model extracts them.
@@ -224,7 +225,7 @@ DATASETS: dict[str, Settings] = {}
 
 
 def all_presets(presets: dict[str, dict]) -> dict[str, dict]:
-    """A method's PRESETS, and for each data set that is not there, those of Settings.preset."""
+    """A method's PRESETS, where a data set without an entry gets the one of Settings.preset."""
     borrowed = {}
     for name, settings in DATASETS.items():
         if settings.preset in presets:
@@ -391,7 +392,7 @@ def read_image_editing(root: Path) -> Release:
 
 DATASETS["image_editing_request"] = Settings(
     read_image_editing,
-    # The authors' vocabulary; that of later papers is not published.
+    # This is the authors' vocabulary. Later papers have not published theirs.
     tokenizer=tokenize_lower,
     min_count=3,
     vocab_splits=("train", "val"),

@@ -97,7 +97,7 @@ def make_parser(Config: type, PRESETS: dict[str, dict], variants: bool) -> argpa
     text = "split to evaluate in the end (default: test)"
     group.add_argument("--split", choices=["val", "test", "none"], default="test", help=text)
     group.add_argument("--checkpoint", help="checkpoint for --caption")
-    text = "with --caption: file for the attention picture or, of a CSV, its rows with captions"
+    text = "with --caption: where to write the attention picture or the CSV file with captions"
     group.add_argument("--out", metavar="FILE", help=text)
 
     group = parser.add_argument_group(f"config (defaults differ for {', '.join(PRESETS)}: PRESETS)")

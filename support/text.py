@@ -49,11 +49,11 @@ NO_SPACES = "[\u3001-\u30ff\u3400-\u9fff\uff01-\uffef]"
 def tokenize_pairs(caption: str) -> list[str]:
     """The rule for your own pairs: lower-case words, split at whitespace. Spellings with the same
     capitals are one ("straße": "strasse"). Marks and symbols at either end of a word become words;
-    those inside stay: "isn't", "3.5". Of Chinese and Japanese, each character is a word."""
+    those inside stay: "isn't", "3.5". In Chinese and Japanese, each character is a word."""
     caption = normalised(caption.lower().upper().lower()).replace("i\u0307", "i")
     words = []
     for text in re.sub(f"({NO_SPACES})", r" \1 ", caption).split():
-        # The Unicode categories of punctuation marks begin with P, those of symbols with S.
+        # The Unicode categories of punctuation begin with P, and those of symbols with S.
         marks = [character for character in text if unicodedata.category(character)[0] in "PS"]
         word = text.strip("".join(marks))
         start = text.index(word)
@@ -199,9 +199,10 @@ def noun_phrase(chunk) -> str:
 
 def subjects(doc) -> list[str]:
     """What has changed according to a caption (see `analysed`), in lower case, without articles or
-    a leading "new". Of a template caption: its first object. Otherwise: the subjects of the main
-    clause and of clauses coordinated with it or, if these have none ("there is a car", "remove the
-    car"), their objects. "No change", "nothing" and words for the pictures are not entities."""
+    a leading "new". For a template caption, this is its first object. For others, these are the
+    subjects of the main clause and of clauses coordinated with it or, if there are none ("there is
+    a car", "remove the car"), the objects of these clauses. "No change", "nothing" and words for
+    the pictures are not entities."""
     if isinstance(doc, str):  # a template's caption
         nouns, _ = template_segments(doc)
         return [noun for noun in nouns if OBJECT.fullmatch(noun)][:1]
