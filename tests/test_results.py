@@ -74,10 +74,11 @@ def test_pages_are_filled_in_from_records_of_the_same_code(tmp_path, monkeypatch
     records.append(record(small, 1111, 100.0, commit="c"))
     # Variances of 1 and three times 0: 3 sqrt(1/4 / 3 + 1/4 / 3)
     assert results.noise(records, list(results.ROWS)) == pytest.approx(1.2247, abs=1e-4)
-    results.write_results({"equal": [["b", "c"]], "records": records})
-    with pytest.raises(results.InputError, match="2 commits"):
+    equal = [["b", "c"], ["a", "b", "rdd_acr.py"]]
+    results.write_results({"equal": equal, "records": records})
+    with pytest.raises(results.InputError, match="scorer_cbr.py are of a and c"):
         results.write_tables()
-    results.write_results({"equal": [["b", "c"], ["a", "b"]], "records": records})
+    results.write_results({"equal": [*equal, ["a", "b", "scorer_cbr.py"]], "records": records})
     results.write_tables()
     page = results.RESULTS.read_text(encoding="utf-8")
     assert "| RR | 3 | 391.0 (2.0) | 50.0 (0.0) |" in page and "| GDE | 0 | - |" in page

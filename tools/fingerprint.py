@@ -9,9 +9,9 @@ the test split and their scores are hashed separately. Equal hashes before and a
 code show that no number has moved, provided that machine, torch and data are the same. The data are
 a mini of 200 scenes, which each run draws.
 
---against runs this script with that commit's code and with this one. If all hashes are equal,
-tools/results.json notes that both commits compute the same, so that results.py takes records of the
-older one for those of the newer one.
+--against runs this script with that commit's code and with this one. tools/results.json notes for
+which scripts all hashes are equal, so that results.py takes their records of the older commit for
+records of the newer one.
 """
 
 import argparse
@@ -88,8 +88,8 @@ def measured_in(root: Path, out: Path) -> dict:
 
 
 def compare_commits(commit: str) -> list[str]:
-    """Runs the code of a commit and this one -> the cases that differ. If there are none, notes it
-    in results.json. InputError if there are uncommitted changes."""
+    """Runs the code of a commit and this one -> the cases that differ. Notes in results.json which
+    scripts compute the same. InputError if there are uncommitted changes."""
     import results
 
     pair = [results.commit_of_the_code(commit), results.commit_of_the_code()]
@@ -105,8 +105,11 @@ def compare_commits(commit: str) -> list[str]:
         print("this code:", flush=True)
         new = measured_in(results.ROOT, Path(folder, "new.json"))
     differing = [case for case in old if old[case] != new[case]]
-    if not differing:
+    changed = {CASES[case].split()[0] for case in differing}
+    equal = sorted({command.split()[0] for command in CASES.values()} - changed)
+    if equal:
         content = results.read_results()
+        pair += equal if changed else []  # a pair alone stands for all scripts
         results.write_results(content | {"equal": [*content["equal"], pair]})
     return differing
 

@@ -173,7 +173,8 @@ def read_scores(folder: Path) -> dict[str, float | None]:
 
 
 def read_results() -> dict[str, list]:
-    """{"equal": pairs of commits that compute the same, "records": those of the runs}."""
+    """{"equal": pairs of commits that compute the same (if scripts stand after a pair, in these),
+    "records": a record of each run}."""
     return json.loads(RECORDS.read_text(encoding="utf-8"))
 
 
@@ -186,21 +187,27 @@ def write_results(results: dict[str, list]) -> None:
     write_text(RECORDS, "{\n" + ",\n".join(parts) + "\n}\n")
 
 
-def same_code(commit: str, equal: list[list[str]]) -> set[str]:
-    """This commit and all that compute the same, directly or through others."""
+def same_code(commit: str, row: str, equal: list[list[str]]) -> set[str]:
+    """This commit and all that compute the same in a row's script, directly or through others."""
     same = {commit}
     for _ in equal:  # a chain has no more links than there are pairs
-        for pair in equal:
-            if same.intersection(pair):
-                same.update(pair)
+        for old, new, *scripts in equal:
+            counts = not scripts or script_of(row) in scripts
+            if counts and same & {old, new}:
+                same |= {old, new}
     return same
+
+
+def script_of(row: str) -> str:
+    script, *_ = ROWS[row].split()
+    return script
 
 
 def add_record(record: dict) -> None:
     """Adds a record to results.json, where it replaces those of the same row from other code."""
     with WRITING:
         results = read_results()
-        same = same_code(record["commit"], results["equal"])
+        same = same_code(record["commit"], record["row"], results["equal"])
         kept = []
         for other in results["records"]:
             if other["row"] != record["row"] or other["commit"] in same:
@@ -222,16 +229,12 @@ def seeds_of(row: str) -> tuple[int, ...]:
 def missing_runs(rows: list[str], commit: str) -> list[tuple[str, int, str]]:
     """(row, seed, commit) of the runs of which results.json has no record."""
     results = read_results()
-    same = same_code(commit, results["equal"])
-    done = set()
-    for record in results["records"]:
-        if record["commit"] in same:
-            done.add((record["row"], record["seed"]))
     missing = []
     for row in rows:
-        for seed in seeds_of(row):
-            if (row, seed) not in done:
-                missing.append((row, seed, commit))
+        same = same_code(commit, row, results["equal"])
+        records = [record for record in results["records"] if record["row"] == row]
+        done = {record["seed"] for record in records if record["commit"] in same}
+        missing += [(row, seed, commit) for seed in seeds_of(row) if seed not in done]
     return missing
 
 
@@ -458,12 +461,15 @@ def write_tables() -> None:
     different things."""
     results = read_results()
     records = [record for record in results["records"] if record["row"] in ROWS]
-    commits = {record["commit"] for record in records}
-    if commits and not commits <= same_code(min(commits), results["equal"]):
-        raise InputError(
-            f"the records are of {len(commits)} commits; run what is missing or, if these "
-            "compute the same, note it by tools/fingerprint.py --against COMMIT"
-        )
+    first = {}  # script -> the commit of its first record
+    for record in records:
+        row = record["row"]
+        commit = first.setdefault(script_of(row), record["commit"])
+        if record["commit"] not in same_code(commit, row, results["equal"]):
+            raise InputError(
+                f"records of {script_of(row)} are of {commit} and {record['commit']}; run what is "
+                "missing or, if these compute the same, note it by tools/fingerprint.py --against"
+            )
     fill(RESULTS, "results", lambda _: results_table(records, list(ROWS), COLUMNS))
     fill(RESULTS, "claims", lambda table: filled(table, claim_cells, records))
     fill(RELEASED_PAGE, "deviations", lambda table: filled(table, deviation_cells, records))
