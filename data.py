@@ -60,7 +60,7 @@ class Batch:
 
     before: Tensor  # (B, C, H, W)
     after: Tensor  # (B, C, H, W); zeros if `single`
-    caption: Tensor  # (B, V) ids: START, words, END, NULL ...
+    caption: Tensor  # (B, L) ids: START, words, END, NULL ...
     pair_ids: list[str]  # B pair ids
     texts: list[str]  # B captions as they were written
     images: list[tuple[str, str]] = field(default_factory=list)  # B image names (before, after)

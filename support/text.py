@@ -102,7 +102,7 @@ class Vocab:
         return ids + [NULL] * (length - len(ids))
 
     def decode(self, ids: Tensor) -> list[str]:
-        """(B, V) ids that begin with START -> B captions, each up to its first NULL or END."""
+        """(B, L) ids that begin with START -> B captions, each up to its first NULL or END."""
         captions = []
         for row in ids[:, 1:].tolist():
             words = itertools.takewhile(lambda i: i not in (NULL, END), row)
