@@ -360,7 +360,7 @@ class Phrases:
     readings: caption -> (noun phrases, verb phrases), for every training caption. An example:
 
         phrases = Phrases(cfg, clip, tokenizer, {"the cube is gone": (["cube"], ["is gone"])})
-        losses = model(before, after, ids, ["the cube is gone"], phrases)"""
+        losses = model(before, after, ids, phrases.rows_of(["the cube is gone"]), phrases)"""
 
     def __init__(
         self, cfg: Config, clip, tokenizer, readings: dict[str, tuple[list[str], list[str]]]
@@ -389,9 +389,17 @@ class Phrases:
         # torch.compile leaves `read` out, because U differs from step to step.
         self.read = torch.compiler.disable(self.read)
 
-    def read(self, kind: str, captions: list[str], prompt: Tensor | None) -> Attributes:
-        """The "nouns" or "verbs" of B captions, after a learned prompt (P, clip_width) or None."""
-        rows = torch.tensor([self.rows[kind][caption] for caption in captions])  # (B,)
+    def rows_of(self, captions: list[str]) -> dict[str, Tensor]:
+        """Which rows of self.tokens are the "nouns" and the "verbs" of B captions, (B,) each. A
+        compiled forward takes these instead of the captions: for new texts, it would be compiled
+        anew."""
+        rows = {}
+        for kind, row_of in self.rows.items():
+            rows[kind] = torch.tensor([row_of[caption] for caption in captions])
+        return rows
+
+    def read(self, rows: Tensor, prompt: Tensor | None) -> Attributes:
+        """The phrases in these rows (B,), after a learned prompt (P, clip_width) or None."""
         distinct, place = rows.unique(return_inverse=True)  # equal phrases are encoded once
         device = self.tokens.device
         tokens = self.tokens[distinct.to(device)]  # (U, T)
@@ -547,11 +555,11 @@ class RDD(nn.Module):
         before: Tensor,
         after: Tensor,
         caption: Tensor,
-        texts: list[str] | None = None,
+        rows: dict[str, Tensor] | None = None,
         phrases: Phrases | None = None,
     ) -> dict[str, Tensor]:
-        """Features (B, C, H, W) of both images, caption (B, L), the captions as texts, and the
-        phrases of the training captions -> terms of Eq. 16.
+        """Features (B, C, H, W) of both images, caption (B, L), and phrases, with rows_of of these
+        captions -> terms of Eq. 16.
 
         On mini, with 67 ids and 32 pairs, "caption" is about 4.9 at the start, a little above ln 67
         = 4.2, and "n2o" and "v2a" about 3.45, a little below ln 32 = 3.47, as pairs with equal
@@ -564,12 +572,12 @@ class RDD(nn.Module):
         hidden, _ = self.decoder(caption, fused)
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 14-15
         if cfg.w_n2o:
-            nouns = phrases.read("nouns", texts, self.noun_prompt)
+            nouns = phrases.read(rows["nouns"], self.noun_prompt)
             f_noun = self.adapter(nouns.text)
             n2o = alignment_loss(objects.vectors, f_noun, nouns.valid, nouns.same, cfg.tau)
             losses["n2o"] = n2o  # Eq. 10-13
         if cfg.w_v2a:
-            verbs = phrases.read("verbs", texts, self.verb_prompt)
+            verbs = phrases.read(rows["verbs"], self.verb_prompt)
             f_verb = self.adapter(verbs.text)
             v2a = alignment_loss(actions.vectors, f_verb, verbs.valid, verbs.same, cfg.tau)
             losses["v2a"] = v2a  # Eq. 10-13
@@ -750,8 +758,9 @@ def compute_losses(
     texts = []
     for batch in batches:
         texts += batch.texts
+    rows = phrases.rows_of(texts) if phrases else None
     with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.on_cuda):
-        losses = model(before, after, caption, texts, phrases)
+        losses = model(before, after, caption, rows, phrases)
     losses["total"] = total_loss(losses, cfg)  # Eq. 16
     return losses
 

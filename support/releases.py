@@ -361,8 +361,8 @@ DATASETS["clevr_dc"] = Settings(
 def read_spot_the_diff(root: Path) -> Release:
     """Spot-the-Diff (Jhamtani and Berg-Kirkpatrick, EMNLP 2018): annotations/<split>.json,
     resized_images/<id>.png and <id>_2.png. All rows of an id (one per annotator) form one pair.
-    Each sentence is a caption, even the 66 empty ones, which published tables count. Papers say that
-    there are 13,192 pairs; the release has 11,329."""
+    Each sentence is a caption, even the 66 empty ones, which published tables count. Papers count
+    13,192 pairs, but the release has 11,329."""
     pairs = defaultdict(list)
     for split in SPLITS:
         for row in read_json(root / f"annotations/{split}.json"):

@@ -86,14 +86,17 @@ def cheers_inputs(model, images):
 def rdd_steps(model, batches):
     """With random phrases, from rdd_acr.Phrases's stand-in. Their prompts have gradients."""
 
-    def read(kind, texts, prompt):
-        text = torch.rand(len(texts), model.cfg.clip_dim, device=model.cfg.device)
+    def rows_of(texts):
+        return {"nouns": torch.arange(len(texts)), "verbs": torch.arange(len(texts))}
+
+    def read(rows, prompt):
+        text = torch.rand(len(rows), model.cfg.clip_dim, device=model.cfg.device)
         if prompt is not None:
             text = text + prompt.mean()
-        same = torch.eye(len(texts), dtype=torch.bool, device=text.device)
+        same = torch.eye(len(rows), dtype=torch.bool, device=text.device)
         return rdd_acr.Attributes(text, text[:, 0] > 0, same)
 
-    return one_step(model, batches, SimpleNamespace(read=read))
+    return one_step(model, batches, SimpleNamespace(rows_of=rows_of, read=read))
 
 
 def idc_steps(model, batches):

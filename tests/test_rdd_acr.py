@@ -48,9 +48,8 @@ def attributes(rows=(0, 1, 2, 1), ignore_equal=True, seed=2) -> Attributes:
 
 
 def fixed_phrases(nouns: Attributes, verbs: Attributes):
-    """What RDD.forward takes as phrases, of one batch."""
-    kinds = {"nouns": nouns, "verbs": verbs}
-    return SimpleNamespace(read=lambda kind, texts, prompt: kinds[kind])
+    """What RDD.forward takes as rows and phrases, of one batch."""
+    return {"nouns": nouns, "verbs": verbs}, SimpleNamespace(read=lambda rows, prompt: rows)
 
 
 def naive_alignment(vectors, texts, rows, tau, ignore_equal):
@@ -75,7 +74,7 @@ def test_alignment_losses_against_loops(rows, ignore_equal):
     before, after = pictures()
     nouns = attributes(rows, ignore_equal)
     verbs = attributes(rows, ignore_equal, seed=3)
-    losses = model(before, after, CAPTION, [], fixed_phrases(nouns, verbs))
+    losses = model(before, after, CAPTION, *fixed_phrases(nouns, verbs))
     _, objects, actions = model.encode(before, after)
     for loss, distilled, phrases in (("n2o", objects, nouns), ("v2a", actions, verbs)):
         texts = model.adapter(phrases.text).detach()
@@ -283,7 +282,7 @@ def test_phrases_of_a_batch(clip, prompt):
         ("nouns", [CUBE, CUBE, SPHERE, CUBE, "cube and ball"], rdd_acr.NOUN_PROMPT, 11),
         ("verbs", verbs, rdd_acr.VERB_PROMPT, 5),
     ):
-        text, valid, same = phrases.read(kind, batch, None)
+        text, valid, same = phrases.read(phrases.rows_of(batch)[kind], None)
         assert valid.all() and same.sum() == equal
         prefix = fixed if prompt == "fixed" else ""
         expected = model.encode_text(tokenizer([prefix + w for w in words]))
@@ -293,8 +292,9 @@ def test_phrases_of_a_batch(clip, prompt):
 def test_a_learned_prompt_precedes_each_phrase(clip):
     model, tokenizer, _ = clip
     phrases = phrases_of(clip)
-    nouns = phrases.read("nouns", TEXTS[:2], prompt_of(model, "a"))
-    verbs = phrases.read("verbs", TEXTS[:2], prompt_of(model, "it"))
+    rows = phrases.rows_of(TEXTS[:2])
+    nouns = phrases.read(rows["nouns"], prompt_of(model, "a"))
+    verbs = phrases.read(rows["verbs"], prompt_of(model, "it"))
     expected = model.encode_text(tokenizer([f"a {CUBE}", f"a {SPHERE}"]))
     torch.testing.assert_close(nouns.text, expected)
     expected = model.encode_text(tokenizer(["it is missing", "it has been added"]))
@@ -303,7 +303,7 @@ def test_a_learned_prompt_precedes_each_phrase(clip):
 
 def test_equal_phrases_can_be_negatives(clip):
     phrases = phrases_of(clip, prompt="none", equal_phrases="negatives")
-    same = phrases.read("nouns", TEXTS, None).same
+    same = phrases.read(phrases.rows_of(TEXTS)["nouns"], None).same
     assert torch.equal(same, torch.eye(5, dtype=torch.bool))
 
 
@@ -311,9 +311,10 @@ def test_equal_phrases_can_be_negatives(clip):
 def test_captions_without_a_segment(clip, prompt):
     none = {text: ([], []) for text in TEXTS} | {TEXTS[1]: ([SPHERE, "scene"], [])}
     phrases = phrases_of(clip, none, prompt=prompt)
-    valid = phrases.read("nouns", TEXTS, None).valid
+    rows = phrases.rows_of(TEXTS)
+    valid = phrases.read(rows["nouns"], None).valid
     assert valid.tolist() == [False, True, False, False, False]
-    assert not phrases.read("verbs", TEXTS, None).valid.any()
+    assert not phrases.read(rows["verbs"], None).valid.any()
 
 
 def test_a_batch_of_two_kinds_of_pairs_is_one_batch(clip):
@@ -328,7 +329,7 @@ def test_a_batch_of_two_kinds_of_pairs_is_one_batch(clip):
     unchanged = data.Batch(before[2:], after[2:], CAPTION[[1, 3]], [], TEXTS[2:4])
     losses = rdd_acr.compute_losses(model, (changed, unchanged), model.cfg, phrases)
     caption = torch.cat([CAPTION[:2], CAPTION[[1, 3]]])
-    parts = model(before, after, caption, TEXTS[:4], phrases)
+    parts = model(before, after, caption, phrases.rows_of(TEXTS[:4]), phrases)
     assert all(loss.shape == () for loss in losses.values())
     expected = (parts["caption"] + 0.3 * parts["n2o"] + 0.2 * parts["v2a"]).item()
     assert losses["total"].item() == pytest.approx(expected, rel=1e-5)
@@ -351,10 +352,10 @@ def test_phrases_are_read_between_three_graphs(clip):
     model = small(clip_dim=8, clip_width=16).float()
     phrases = phrases_of(clip)
     before, after = pictures().float()
-    expected = model.eval()(before, after, CAPTION, TEXTS[:4], phrases)
+    expected = model.eval()(before, after, CAPTION, phrases.rows_of(TEXTS[:4]), phrases)
     model.compile(dynamic=False, backend=backend)
     for texts in (TEXTS[:4], TEXTS[1:], [TEXTS[0], TEXTS[0], TEXTS[3], TEXTS[4]]):
-        losses = model(before, after, CAPTION, texts, phrases)
+        losses = model(before, after, CAPTION, phrases.rows_of(texts), phrases)
         if texts == TEXTS[:4]:
             torch.testing.assert_close(losses, expected)
     assert len(graphs) == 3
