@@ -133,18 +133,18 @@ class ImageEmbedding(nn.Module):
         self.position = GridPosition(cfg.dim, height, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        # Without this check, broadcasting would accept some wrong shapes in silence.
+        # Without this check, broadcasting would silently accept some wrong shapes.
         assert features.shape[1:] == self.grid, f"{self.grid} expected, {features.shape} found"
         x = self.conv(features) + self.position()
         return x.flatten(2).transpose(1, 2)  # (B, D, H, W) -> (B, N, D)
 
 
 def max_probability(source: Tensor, target: Tensor, scale: Tensor | float) -> Tensor:
-    """Eq. 2 and the maximum of Eq. 3: m(n) = max_t P(n, t). Each source position t divides 1 among
-    the target's cells, P(., t) = softmax of scale * cos(., t), and m(n) is the largest share that
-    cell n gets. source (B, T, D), target (B, N, D) -> m (B, N).
+    """Eq. 2 and the maximum of Eq. 3: m(n) = max_t P(n, t). Each source position t shares 1 out
+    among the target's cells, P(., t) = softmax of scale * cos(., t), and m(n) is the largest share
+    that cell n gets. source (B, T, D), target (B, N, D) -> m (B, N).
 
-    It is a maximum, because a cell is shared if any one place of the source is like it. (A mean
+    The maximum is taken because one place of the source that is like the cell is enough. (A mean
     over the source would ask for a cell that is like all places.)
 
     By hand: the target's cells are (1, 0) and (0, 1), and scale is ln 3. For one entity (1, 0),
@@ -162,10 +162,11 @@ class ProbabilityMap(nn.Module):
     Linear_{1->D}(1 - m) in a DRE (Eq. 5). Eq. 4, the enhancement, stands where its result is read,
     because two of the four maps of a layer are there for L_C and L_D alone.
 
-    The paper calls P^ the probability matrix, though nothing confines it to (0, 1). N cells share
-    1, so m is about 1/N and 1 - m about 1. So sigmoid(P^) can hardly vary over cells, and Eq. 4
-    comes to enhance all of them alike (measured in docs/tour.md).
-    [ours] Each map learns a temperature, as CLIP does. With bare cosines, m would vary less."""
+    The paper calls P^ the probability matrix, though nothing confines it to (0, 1). m hardly varies
+    over cells. N cells share 1, so with bare cosines m is about 1/N. [ours] Each map learns a
+    temperature, as CLIP does. With it, an entity still gives about 1/N, and an image about 1: both
+    images have the same positions, so each cell finds a cell like it. Either way sigmoid(P^) is
+    nearly constant, and Eq. 4 enhances all cells alike (measured in docs/tour.md)."""
 
     def __init__(self, cfg: Config, kind: Literal["CRE", "DRE"]):
         super().__init__()
@@ -217,7 +218,7 @@ class HRD(nn.Module):
 
     Entities name what changed. L_C: a cell should match the other image where it does not match the
     entities. L_D: F - shared should match the entities where it does not match its own image F.
-    For entities, the paper uses nothing but the map. So do we for D before the last layer.
+    For entities, the paper uses nothing but the map. We do the same for D before the last layer.
 
     [ours] L_C and L_D are means over both images. `raw` is F of the first layer in every layer: Eq.
     10 reads "the original raw features". The paper does not say what the next layer reads: here

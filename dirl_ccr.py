@@ -15,14 +15,14 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids, a vocabular
     words, visual, hidden (24, 512) each . . . . . > mean_words, mean_visual (512) each, Eq. 12
        v  decoder.head, Eq. 11                         v  ccr_loss, Eq. 13-14, in a batch of B pairs
     logits (24, 76), L_cap by Eq. 15                L_ccr
-Gradients: L_cap and L_ccr train encoder and decoder, L_dirl embed and mlp; nothing is detached.
+Gradients: L_cap trains encoder and decoder, L_ccr these up to `visual`, L_dirl embed and mlp.
 
 Idea. (1) Under another camera or light, each channel of the features should keep its values, and
 different channels should stand for different things. So a loss correlates each channel of "before"
 with the same channel of "after", and decorrelates it from all others. (2) Cross-attention finds in
 the other image what both images share. Subtracting it leaves the change. (3) The changed object is
-often small, so the decoder easily looks at the wrong cells. A contrastive loss ties the words of a
-caption to the differences that the decoder saw at these words.
+often small, so the decoder easily attends to the wrong cells. A contrastive loss ties the words of
+a caption to the differences that the decoder saw at these words.
 
 Terms. A changed pair shows a scene before and after a change. In a distractor pair, only camera and
 light differ. A step of CLEVR-Change or mini has a batch of each kind, of the same scenes. In half
@@ -48,9 +48,9 @@ Eq. 13    ccr_loss             s                        sim = E~[W] . V~
 Eq. 14    ccr_loss             L_ccr                    1/2 (nce(sim / tau) + nce(sim^T / tau))
 Eq. 15    caption_loss         L_cap                    -sum of log p(next word)
 Eq. 16    total_loss           w_dirl, w_ccr            L_cap + lambda_d L_dirl + lambda_c L_ccr
-nce(S) = -mean_a log softmax_b(S)_aa (common.info_nce). In Eq. 3, 5, 9, 10, 12, 14 and 15 we differ
-from the print, and the function says how: "as released" is what the authors' code does, too, [ours]
-is neither. RELEASED, after the class, lists what their code does otherwise than our default.
+nce(S) = -mean_a log softmax_b(S)_aa (common.info_nce). Many of our functions add
+details to the printed equations and mark them: "as released" where the authors' code does the same,
+[ours] where neither does. RELEASED, after the class, lists where their code differs from this.
 Axis letters: B pairs, C channels of the features (of Eq. 3-4: D), H x W grid, N = H*W cells, D
 width, h heads, L ids of a caption (START, words, END, padding), V ids of the vocabulary.
 
@@ -132,7 +132,7 @@ class ImageEmbedding(nn.Module):
         self.position = GridPosition(dim, height, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        # Without this check, broadcasting would accept some wrong shapes in silence.
+        # Without this check, broadcasting would silently accept some wrong shapes.
         assert features.shape[1:] == self.grid, f"{self.grid} expected, {features.shape} found"
         if self.use_coords:
             coords = self.coords.to(features.dtype).expand(features.shape[0], -1, -1, -1)
@@ -298,7 +298,7 @@ def ccr_loss(mean_words: Tensor, mean_visual: Tensor, same: Tensor, tau: float) 
     """Eq. 13-14, L_ccr: InfoNCE between the words of a caption and the differences that they attend
     to, in both directions. The vectors are not normalised.
 
-    mean_words, mean_visual (B, D) of Eq. 12. same (B, B) bool: pairs that are no negatives of each
+    mean_words, mean_visual (B, D) of Eq. 12. same (B, B) bool: pairs that are not negatives of each
     other.
 
     By hand: words and visual both (1, 0), (0, 1), tau = 0.5. S / tau = ((2, 0), (0, 2)), and each
@@ -371,8 +371,8 @@ class DIRL(nn.Module):
     def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """before, after (B, C, H, W) -> the difference of Eq. 7, X_bef and X_aft of Eq. 1, all
         (B, N, D)."""
-        # Two batches of different sizes could be broadcast in silence.
-        assert before.shape == after.shape, f"{before.shape} and {after.shape} are no pairs"
+        # Two batches of different sizes could silently be broadcast.
+        assert before.shape == after.shape, f"{before.shape} and {after.shape} are not pairs"
         x_bef = self.embed(before)  # Eq. 1
         x_aft = self.embed(after)  # Eq. 1
         if self.cfg.difference == "subtract":
@@ -422,9 +422,9 @@ class DIRL(nn.Module):
         valid = caption != NULL
         mean_words = masked_mean(attended.words, valid)  # Eq. 12, (B, D)
         mean_visual = masked_mean(attended.visual, valid)  # Eq. 12, (B, D)
-        # [ours] Pairs with equal captions are no negatives. In the paper they are (section 3.5): no
-        # model gets below a floor, because equal words fit both pairs, and unchanged pairs are
-        # pushed apart. (Sentences that differ and mean the same are still negatives.)
+        # [ours] Pairs with equal captions are not negatives. In the paper they are (section 3.5).
+        # There, no model gets below a floor, because equal words fit both pairs, and unchanged
+        # pairs are pushed apart. (Sentences that differ and mean the same are still negatives.)
         same = (caption[:, None] == caption).all(-1)  # (B, B)
         if self.cfg.ccr_equal_captions == "negatives":
             same = torch.zeros_like(same)

@@ -18,7 +18,7 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids):
     Fine-tuning. Images see only images. A word sees them, [CLS], earlier words and itself.
         a [MASK] for each word [ours]    head: that word                     L_MLM, Eq. 6
         [IMG1] and [IMG2]                judge: did anything change?         L_judge, Sec. 3.1
-Gradients: nothing is detached. Each loss trains embed, E_s, E_p, E and its own head.
+Gradients: nothing is detached. Each of these losses trains embed, E_s, E_p, E and its head, if any.
 The paper's fine-tuning masks 15 % of the words, as its pre-training does, and predicts only these.
 On mini, pre-training is MVCL alone [ours].
 
@@ -50,7 +50,7 @@ Sec. 2.2  draw_task, mask_words, mask_cells; Negatives rewrites captions
 Sec. 2.3  causal_mask, IDC.finetune, IDC.generate
 Sec. 2.4  IDC.birds, class_loss, contrast_loss, same_class_loss
 Sec. 3.1  judge_loss       L = L_MLM + w_judge L_judge                        w_judge 1
-m is a masked word or cell, f_m the cell's feature, p_m its prediction, u an unmasked feature.
+m is a masked word or cell, f_m the cell's feature, p_m predicts f_m, u is an unmasked feature.
 
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, L ids of a caption
 (START, words, END, padding), V ids of the vocabulary, K ids that fine-tuning reads (L or L - 1), T
@@ -124,8 +124,8 @@ class Config(RunConfig):
     tau_fda: float = 1.0  # temperature of FDA
     weight_decay: float = 0.0  # weight decay of fine-tuning
     w_judge: float = 1.0  # weight of L_judge; unused on data sets without distractor pairs
-    # The released code does otherwise in what follows. RELEASED, below, says for each field whether
-    # the default is the paper's or [ours].
+    # In the following fields, the released code differs from our defaults. RELEASED, below, says
+    # for each whether the default is the paper's or [ours].
     swap: bool = True  # in half of the scenes, swap "before" and the distractor's "after"
     finetune_targets: Literal["every", "masked"] = "every"  # which words fine-tuning predicts
     init_weights: Literal["xavier", "pytorch"] = "xavier"  # how weights are initialised
@@ -257,7 +257,7 @@ def mask_words(caption: Tensor, vocab_size: int, rate: float) -> tuple[Tensor, T
     elsewhere (B, L).
 
     [ours] END is masked like any word, because the model has to learn where a caption ends, and UNK
-    is never masked. The paper does not speak of them."""
+    is never masked. The paper mentions neither."""
     device = caption.device
     mask_id = vocab_size  # the first id after all words; the special tokens follow
     chosen = (caption >= END) & (torch.rand(caption.shape, device=device) < rate)
@@ -337,7 +337,7 @@ def cell_loss(predicted: Tensor, features: Tensor, masked: Tensor, tau: float) -
     Example, tau = 1: features (1, 0), (0, 2), (3, 0); the first is masked and predicted as (2, 0).
     Its cosines are 1, 0 and 1, so the loss is -ln e / (e + 1 + e) = 0.862. The third cell looks the
     same, so at no temperature can the loss fall below ln 2 = 0.693."""
-    with torch.autocast(features.device.type, enabled=False):  # bfloat16 has too few digits
+    with torch.autocast(features.device.type, enabled=False):  # bfloat16 is not precise enough
         s = cell_cosines(predicted, features, masked) / tau
         return F.cross_entropy(s, masked)  # Eq. 7-8
 
@@ -401,7 +401,7 @@ def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
     step's task (as released).
 
     The paper trains L_judge "jointly" and gives no weight. w_judge is 1 because the released code
-    adds the two, but it adds sums over words and pairs. With means, the balance is neither's."""
+    adds the two, but it adds sums over words and pairs. With means, the balance is not theirs."""
     weights = {"judge": cfg.w_judge}
     return sum(weights.get(name, 1.0) * loss for name, loss in losses.items())
 

@@ -121,7 +121,7 @@ class ImageEmbedding(nn.Module):
     """Eq. 1: F_x = conv_1x1(features) + PE. (B, C, H, W) -> (B, N, D), cell n = row * W + column.
 
     [ours] A cell's position is the vector of its column followed by the vector of its row. Both
-    images have the same positions, so these cancel in Eq. 2: F_diff knows no places, and Eq. 4
+    images have the same positions, so these cancel in Eq. 2. F_diff carries no places, and Eq. 4
     finds cells of F_diff by what they contain."""
 
     def __init__(self, cfg: Config, channels: int, height: int, width: int):
@@ -131,7 +131,7 @@ class ImageEmbedding(nn.Module):
         self.position = GridPosition(cfg.dim, height, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        # Broadcasting would accept some other shapes in silence.
+        # Broadcasting would silently accept some other shapes.
         assert features.shape[1:] == self.grid, f"{self.grid} expected, {features.shape} found"
         x = self.conv(features) + self.position()  # Eq. 1
         return x.flatten(2).transpose(1, 2)  # (B, D, H, W) -> (B, N, D)
@@ -140,8 +140,8 @@ class ImageEmbedding(nn.Module):
 class GlobalDifference(nn.Module):
     """GDE, Eq. 3-5: F^_x = LN(F_x + MHCA(F_x, F_diff)), F_c = W [F^_bef ; F^_aft].
 
-    A bare difference shows that something differs, but not what. So each cell of both images, which
-    knows what it shows, attends to all cells of F_diff.
+    A bare difference shows that something differs, but not what. So each cell of both images
+    attends to all cells of F_diff.
     [ours] The residual and the LayerNorm of Eq. 4 are those of DIRL+CCR's released code. With
     residual=False, Eq. 4 is MHCA alone, as printed. Eq. 5 concatenates channels, and W maps 2D
     channels back to D. Both images share one attention."""
@@ -169,7 +169,7 @@ class GlobalDifference(nn.Module):
 
 class DistillingBlock(nn.Module):
     """Eq. 6-8, one pass: the source attends to itself, the vectors attend to the source, and a
-    linear layer follows. Eq. 6 lets a cell learn what the other cells show, and Eq. 7 lets each
+    linear layer follows. Eq. 6 lets a cell gather context from the others, and Eq. 7 lets each
     vector choose the cells that it needs.
 
     The FFN is "the fully connected layer", without an activation, because the text names none.
@@ -348,7 +348,7 @@ class Attributes(NamedTuple):
 
     text: Tensor  # (B, d) from CLIP's text encoder
     valid: Tensor  # (B,) bool: the caption has such a phrase
-    same: Tensor  # (B, B) bool: the two are no negatives of each other
+    same: Tensor  # (B, B) bool: the two are not negatives of each other
 
 
 class Phrases:
@@ -420,18 +420,18 @@ class Phrases:
 def alignment_loss(vectors: Tensor, f_l: Tensor, valid: Tensor, same: Tensor, tau: float) -> Tensor:
     """Eq. 10-13, L_N2O or L_V2A: InfoNCE of cosines between the mean of a pair's vectors and its
     phrase, in both directions. vectors (B, K, D), f_l (B, D) -> a scalar. Eq. 10 takes the mean,
-    because a caption does not say which vector is about which word.
+    because a caption does not say which vector belongs to which word.
 
-    [ours] A pair without a phrase (valid (B,) is False) is no negative and counts as 0 in the mean
-    over B. Pairs with equal phrases (same (B, B)), which templates often make, are no negatives of
-    each other. Phrases that differ but mean the same ("is gone", "is missing") remain negatives.
-    So do all phrases that say that nothing changed.
+    [ours] A pair without a phrase (valid (B,) is False) is not a negative, and it counts as 0 in
+    the mean over B. Pairs with equal phrases (same (B, B)), which templates often make, are not negatives
+    of each other. Phrases that differ but mean the same ("is gone", "is missing") remain negatives,
+    also those that say in different words that nothing changed.
 
     Example, tau = 1. The vectors (1, 1), (1, -1) of pair a have the mean (1, 0), and the vectors
     (1, 1), (-1, 1) of pair b have the mean (0, 1). Phrases (2, 0) of a and (0, 3) of b have cosine
     1 with their own mean and 0 with the other. Each of the four terms is -log(e / (e + 1)) = 0.313,
     and so is the loss. If b's phrase is (2, 0), too, Eq. 11 has 0.313 for a and 1.313 for b, Eq. 12
-    has log 2 = 0.693 for both, and the loss is 0.753, or 0 if equal phrases are no negatives."""
+    has log 2 = 0.693 for both, and the loss is 0.753, or 0 if equal phrases are not negatives."""
     # Cosines divided by a small temperature need float32.
     with torch.autocast(vectors.device.type, enabled=False):
         f_o = F.normalize(upcast(vectors).mean(1), dim=-1)  # Eq. 10
@@ -515,7 +515,7 @@ class RDD(nn.Module):
         """Features (B, C, H, W) of both images -> fused tokens (B, N + K_o + K_a, D), first those
         of the N cells; objects and actions, or None. [ours] The decoder reads all tokens of Eq. 9,
         although section "Caption Decoder" speaks of HW."""
-        # A batch of one would be broadcast.
+        # A batch of one would silently be broadcast.
         assert before.shape == after.shape, f"{before.shape} before, {after.shape} after"
         f_bef = self.embed(before)  # Eq. 1
         f_aft = self.embed(after)  # Eq. 1
@@ -563,7 +563,7 @@ class RDD(nn.Module):
 
         On mini, with 67 ids and 32 pairs, "caption" is about 4.9 at the start, a little above ln 67
         = 4.2, and "n2o" and "v2a" about 3.45, a little below ln 32 = 3.47, as pairs with equal
-        phrases are no negatives of each other. In 500 steps, caption falls to 0.6, n2o to 2.7 and
+        phrases are not negatives of each other. In 500 steps, caption falls to 0.6, n2o to 2.7 and
         v2a to 2.9. If n2o or v2a stays where it was, the vectors do not tell the pairs of a batch
         apart. If caption stops where it stops in a run with --blind (image features set to zero),
         the decoder makes no use of the images."""

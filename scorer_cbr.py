@@ -15,13 +15,13 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids, a vocabular
     logits (24, 76)                                 x_hat (196, 512)
        v  caption_loss, Eq. 12                         v  its match with x_aft, cbr_loss, Eq. 11
     L_cap                                           L_cm
-Gradients: L_cap trains encoder and decoder, L_cm also CBR, L_cv embed, q, k; nothing is detached.
+Gradients: L_cap trains encoder and decoder, L_cm these but the head, and CBR; L_cv embed, q and k.
 
 Idea. (1) When the camera moves, all features change, so a bare difference of two images shows much
-besides the change. A contrastive loss therefore teaches each image to find its partner in the
-batch, by features that ignore the camera. (2) Cross-attention, whose queries and keys this loss
-compares, brings to each image what it shares with the other one, and adds it. The paper calls this
-"reconstruction" of what did not change; no loss compares the two. (3) "Before" and a good sentence
+besides the change. A contrastive loss teaches each image to find its partner in the batch by
+features that ignore the camera. (2) Cross-attention, whose queries and keys this loss compares,
+adds to each image what it shares with the other one. The paper calls this "reconstruction" of what
+did not change; no loss compares the two. (3) "Before" and a good sentence
 should be enough to imagine "after", and a second contrastive loss asks for this.
 
 Terms. A changed pair shows a scene before and after a change. In a distractor pair, only camera and
@@ -132,7 +132,7 @@ class ImageEmbedding(nn.Module):
         self.position = GridPosition(dim, height, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        # Without this check, broadcasting would accept some wrong shapes in silence.
+        # Without this check, broadcasting would silently accept some wrong shapes.
         assert features.shape[1:] == self.grid, f"{self.grid} expected, {features.shape} found"
         if self.use_coords:
             coords = self.coords.to(features.dtype).expand(features.shape[0], -1, -1, -1)
@@ -401,8 +401,8 @@ class SCORER(nn.Module):
     def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor, list[tuple]]:
         """before, after (B, C, H, W) -> the difference of Eq. 7, X_bef and X_aft of Eq. 1, all
         (B, N, D), and the queries and keys of each cross-view layer."""
-        # Two batches of different sizes would be mixed up in silence.
-        assert before.shape == after.shape, f"{before.shape} and {after.shape} are no pairs"
+        # Two batches of different sizes would silently be mixed up.
+        assert before.shape == after.shape, f"{before.shape} and {after.shape} are not pairs"
         x = self.embed(torch.cat([before, after]))  # Eq. 1 of both, (2B, N, D)
         x_bef, x_aft = x.unflatten(0, (2, -1))  # (2, B, N, D)
         new_bef = x_bef

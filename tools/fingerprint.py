@@ -74,6 +74,7 @@ def hashes(out: Path) -> dict[str, str]:
     captions = json.loads((out / "captions_test.json").read_bytes())
     text = hashlib.sha256(json.dumps(captions, sort_keys=True).encode())
     written = json.loads((out / "scores_test.json").read_bytes())
+    written["scores"].pop("one caption for all")  # which no method writes
     result = [written["scores"], written["accuracy"]]
     scores = hashlib.sha256(json.dumps(result, sort_keys=True).encode())
     parts = {"weights": weights, "losses": losses, "captions": text, "scores": scores}
