@@ -15,7 +15,8 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids, a vocabular
     words, visual, hidden (24, 512) each . . . . . > mean_words, mean_visual (512) each, Eq. 12
        v  decoder.head, Eq. 11                         v  ccr_loss, Eq. 13-14, in a batch of B pairs
     logits (24, 76), L_cap by Eq. 15                L_ccr
-Gradients: L_cap trains encoder and decoder, L_ccr these up to `visual`, L_dirl embed and mlp.
+Gradients: nothing is detached. L_cap trains encoder and decoder, L_ccr these up to `visual`, and
+L_dirl embed and mlp.
 
 Idea. (1) Under another camera or light, each channel of the features should keep its values, and
 different channels should stand for different things. So a loss correlates each channel of "before"

@@ -423,9 +423,9 @@ def alignment_loss(vectors: Tensor, f_l: Tensor, valid: Tensor, same: Tensor, ta
     because a caption does not say which vector belongs to which word.
 
     [ours] A pair without a phrase (valid (B,) is False) is not a negative, and it counts as 0 in
-    the mean over B. Pairs with equal phrases (same (B, B)), which templates often make, are not negatives
-    of each other. Phrases that differ but mean the same ("is gone", "is missing") remain negatives,
-    also those that say in different words that nothing changed.
+    the mean over B. Pairs with equal phrases (same (B, B)), which templates often make, are not
+    negatives of each other. Phrases that differ but mean the same ("is gone", "is missing") remain
+    negatives, also those that say in different words that nothing changed.
 
     Example, tau = 1. The vectors (1, 1), (1, -1) of pair a have the mean (1, 0), and the vectors
     (1, 1), (-1, 1) of pair b have the mean (0, 1). Phrases (2, 0) of a and (0, 3) of b have cosine

@@ -15,14 +15,14 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids, a vocabular
     logits (24, 76)                                 x_hat (196, 512)
        v  caption_loss, Eq. 12                         v  its match with x_aft, cbr_loss, Eq. 11
     L_cap                                           L_cm
-Gradients: L_cap trains encoder and decoder, L_cm these but the head, and CBR; L_cv embed, q and k.
+Gradients: nothing is detached. L_cap trains encoder and decoder, L_cm these but for `head`, and
+CBR. L_cv trains embed and the first layer's q and k.
 
-Idea. (1) When the camera moves, all features change, so a bare difference of two images shows much
-besides the change. A contrastive loss teaches each image to find its partner in the batch by
-features that ignore the camera. (2) Cross-attention, whose queries and keys this loss compares,
-adds to each image what it shares with the other one. The paper calls this "reconstruction" of what
-did not change; no loss compares the two. (3) "Before" and a good sentence
-should be enough to imagine "after", and a second contrastive loss asks for this.
+Idea. (1) When the camera moves, all features change, so a bare difference shows much besides the
+change. A contrastive loss teaches each image to find its partner in the batch by features that
+ignore the camera. (2) Cross-attention, whose queries and keys this loss compares, adds to each
+image what it shares with the other one. The paper calls this "reconstruction"; no loss compares the
+two. (3) "Before" and a good sentence should be enough to imagine "after": a second contrastive loss.
 
 Terms. A changed pair shows a scene before and after a change. In a distractor pair, only camera and
 light differ, and its caption says that nothing changed. In CLEVR-Change and mini, a scene has one
