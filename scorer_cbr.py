@@ -22,7 +22,7 @@ Idea. (1) When the camera moves, all features change, so a bare difference shows
 change. A contrastive loss teaches each image to find its partner in the batch by features that
 ignore the camera. (2) Cross-attention, whose queries and keys this loss compares, adds to each
 image what it shares with the other one. The paper calls this "reconstruction"; no loss compares the
-two. (3) "Before" and a good sentence should be enough to imagine "after": a second contrastive loss.
+two. (3) "Before" and a good sentence should be enough to imagine "after": a second such loss.
 
 Terms. A changed pair shows a scene before and after a change. In a distractor pair, only camera and
 light differ, and its caption says that nothing changed. In CLEVR-Change and mini, a scene has one
