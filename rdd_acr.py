@@ -390,9 +390,8 @@ class Phrases:
         self.read = torch.compiler.disable(self.read)
 
     def rows_of(self, captions: list[str]) -> dict[str, Tensor]:
-        """Which rows of self.tokens are the "nouns" and the "verbs" of B captions, (B,) each. A
-        compiled forward takes these instead of the captions: for new texts, it would be compiled
-        anew."""
+        """The rows of self.tokens for the "nouns" and the "verbs" of B captions, (B,) each. If
+        forward took the captions themselves, it would be compiled anew for each step."""
         rows = {}
         for kind, row_of in self.rows.items():
             rows[kind] = torch.tensor([row_of[caption] for caption in captions])
