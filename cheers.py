@@ -775,7 +775,7 @@ def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool =
     """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
     entities: the entities of its pairs, unless k is 0.
 
-    `resume` continues from last.pt, which each validation saves, as if training had never stopped.
+    `resume` continues from last.pt (see Run) as if training had never stopped.
     FloatingPointError if a loss is not finite."""
     from support.run import Run
 
@@ -788,7 +788,7 @@ def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool =
     run = Run(cfg, model, sources, resume)
     run.start(optimizer)
     for batches in dataset.train_batches(cfg.batch_size, cfg.seed, run.step, cfg.steps):
-        if run.patience_is_over():
+        if run.is_over():
             break
         optimizer.param_groups[0]["lr"] = learning_rate(cfg, run.step)
         losses = compute_losses(model, batches, cfg, entities)

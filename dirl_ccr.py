@@ -539,7 +539,7 @@ def compute_losses(model: DIRL, batches: tuple, cfg: Config) -> dict[str, Tensor
 def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
     """Train on a data set (data.Dataset) and write cfg.out_dir -> the best model by validation.
 
-    `resume` continues from last.pt, which each validation saves, as if training had never stopped.
+    `resume` continues from last.pt (see Run) as if training had never stopped.
     FloatingPointError if a loss is not finite."""
     from support.run import Run
 
@@ -551,7 +551,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
     run = Run(cfg, model, [dataset], resume)
     run.start(optimizer)
     for batches in dataset.train_batches(cfg.batch_size, cfg.seed, run.step, cfg.steps):
-        if run.patience_is_over():
+        if run.is_over():
             break
         optimizer.param_groups[0]["lr"] = learning_rate(cfg, run.step)
         losses = compute_losses(model, batches, cfg)

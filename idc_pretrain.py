@@ -814,8 +814,8 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
     """Pre-train, then fine-tune on a data set (data.Dataset) into cfg.out_dir -> the best model by
     validation. pretrained.pt keeps the weights after pre-training, for --init.
 
-    `resume` continues from last.pt, which is saved every eval_every steps, as if training had never
-    stopped. FloatingPointError if a loss is not finite."""
+    `resume` continues from last.pt (see Run) as if training had never stopped.
+    FloatingPointError if a loss is not finite."""
     from support.run import Run
 
     datasets = dict.fromkeys([stage for stage, _, _ in stages(cfg)], dataset)
@@ -847,7 +847,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
         pairs = datasets[stage]
         done = run.step - first  # more than 0 if the run was resumed in this stage
         for batches in pairs.train_batches(sizes[stage], cfg.seed, done, last - first):
-            if run.patience_is_over():
+            if run.is_over():
                 break
             optimizer.param_groups[0]["lr"] = rate(cfg, stage, run.step - first)
             task = draw_task(cfg, stage, run.step)

@@ -575,7 +575,7 @@ def compute_losses(model: SCORER, batches: tuple, cfg: Config) -> dict[str, Tens
 def train(cfg: Config, dataset, resume: bool = False) -> SCORER:
     """Train on a data set (data.Dataset) and write cfg.out_dir -> the best model by validation.
 
-    `resume` continues from last.pt, which each validation saves, as if training had never stopped.
+    `resume` continues from last.pt (see Run) as if training had never stopped.
     FloatingPointError if a loss is not finite."""
     from support.run import Run
 
@@ -588,7 +588,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> SCORER:
     run = Run(cfg, model, [dataset], resume)
     run.start(optimizer)
     for batches in dataset.train_batches(cfg.batch_size, cfg.seed, run.step, cfg.steps):
-        if run.patience_is_over():
+        if run.is_over():
             break
         optimizer.param_groups[0]["lr"] = learning_rate(cfg, run.step)
         losses = compute_losses(model, batches, cfg)

@@ -7,10 +7,6 @@ captions, and published scripts read them. From Python, `score` compares diction
 The metrics are BLEU, METEOR, ROUGE-L, CIDEr and SPICE, computed by pycocoevalcap. METEOR and SPICE
 need Java.
 
-    words and metrics    score, format_scores
-    scores of a split    results, protocol_scores; one caption for all; the pointing game
-    command line         main
-
 To copy: this file, common.py and support/files.py, which need torch, tqdm and pycocoevalcap.
 Licence: MIT; contains no code from other repositories.
 """

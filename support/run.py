@@ -239,10 +239,10 @@ class Run:
             optimizer.load_state_dict(self.resumed["optimizer"])
         self.save("last.pt")
 
-    def patience_is_over(self) -> bool:
-        """Whether the last cfg.patience validations gave no new best. If so, print it, because a
-        resumed run may end in this way before its first step. Each step begins with this question,
-        when no validation is due. So last.pt is also saved here if it is SAVE_EVERY seconds old."""
+    def is_over(self) -> bool:
+        """Asked before each step: have the last cfg.patience validations given no new best? A
+        resumed run may end in this way before its first step. Here no validation is due, so this is
+        where last.pt is saved once more if it is SAVE_EVERY seconds old."""
         if time.perf_counter() - self.saved_at > SAVE_EVERY:
             self.save("last.pt")
         over = 0 < self.cfg.patience <= self.evals_since_best

@@ -250,7 +250,7 @@ def train(folder, resume=False, scores=(1.0, 2.0), words=("a", "b"), stop=-1, **
     run = Run(cfg, model, [Words(words), average], resume)
     run.start(optimizer)
     for step in range(run.step, cfg.steps):
-        if run.patience_is_over():
+        if run.is_over():
             break
         optimizer.param_groups[0]["lr"] = learning_rate(cfg, run.step)
         loss = model.layer(torch.ones(2) + torch.rand(2)).square().sum()

@@ -285,7 +285,9 @@ def run(row: str, seed: int, commit: str, data_dir: str) -> None:
                 print(f"{row}, seed {seed} failed; see {folder}.txt", flush=True)
                 return
     minutes = None if resumed else round((time.perf_counter() - began) / 60, 2)
-    scores = read_scores(folder / "scored" if row in FEWER else folder)
+    if row in FEWER:
+        folder = folder / "scored" / f"best-{Path(data_dir).name}"  # where --eval writes
+    scores = read_scores(folder)
     record = {"row": row, "seed": seed, "commit": commit, "machine": machine()}
     add_record(record | {"minutes": minutes, "scores": scores})
 
