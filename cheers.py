@@ -16,8 +16,8 @@ The flow of one pair, with CLEVR-Change's sizes:
     F_diff (196, 512) and caption (24 ids) --------+---------+
                                                    v  decoder, Eq. 13-17
                                                next word, L_S, Eq. 18
-Gradients: L_S trains all but the maps that only L_C and L_D read. These train the maps P^ that they
-compare, and what makes their inputs; L_I what makes `shared`, and its scale. Nothing is detached.
+Gradients: L_S trains all but the maps that only L_C and L_D read. L_C and L_D train the maps P^ and
+what makes their inputs; L_I what makes `shared`, and its scale. Nothing is detached.
 
 Idea. (1) A moved camera changes how an object looks, but not its name. So CLIP looks for names that
 fit one image better than the other. These entities often name what changed. (2) Cross-attention

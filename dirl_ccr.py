@@ -270,7 +270,7 @@ def channel_correlation(y_bef: Tensor, y_aft: Tensor, eps: float) -> Tensor:
 
     Both images have the same positions in X (Eq. 1), so a channel of Y that depends on the cell
     alone agrees perfectly with itself, even between images of different pairs. L_dirl can therefore
-    fall while channels learn nothing about objects.
+    fall while channels learn nothing about objects. On mini, it does (docs/tour.md, "Positions").
 
     By hand, for four cells and two channels, equal in both images: (1, 1), (1, -1), (-1, 1),
     (-1, -1). All means are 0, variances 4/3, so C = ((3/4, 0), (0, 3/4)), if eps is 0."""
@@ -300,7 +300,7 @@ def ccr_loss(mean_words: Tensor, mean_visual: Tensor, same: Tensor, tau: float) 
     to, in both directions. The vectors are not normalised.
 
     mean_words, mean_visual (B, D) of Eq. 12. same (B, B) bool: pairs that are not negatives of each
-    other.
+    other, because their captions are equal (DIRL.ccr says why).
 
     By hand: words and visual both (1, 0), (0, 1), tau = 0.5. S / tau = ((2, 0), (0, 2)), and each
     row and column has -log(e^2 / (e^2 + 1)) = 0.127. If both pairs are the same, the loss is 0."""

@@ -122,7 +122,7 @@ class ImageEmbedding(nn.Module):
 
     [ours] A cell's position is the vector of its column followed by the vector of its row. Both
     images have the same positions, so these cancel in Eq. 2. F_diff carries no places, and Eq. 4
-    finds cells of F_diff by what they contain."""
+    finds cells of F_diff by what they contain (docs/tour.md, "Positions")."""
 
     def __init__(self, cfg: Config, channels: int, height: int, width: int):
         super().__init__()

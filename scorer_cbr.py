@@ -5,7 +5,7 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids, a vocabular
     before, after (1024, 14, 14) each               In training only:
        v  embed, Eq. 1
     x_bef, x_aft (196, 512) each
-       v  cross_view, Eq. 5-6 . . . . . . . . . . > q_bef, k_bef, q_aft, k_aft (196, 512) each
+       v  cross_view, twice, Eq. 5-6  . . . . . . > q_bef, k_aft, q_aft, k_bef (196, 512) each
     new_bef, new_aft (196, 512) each                   v  match, Eq. 2-3, in a batch of B pairs
        v  fuse, Eq. 7                               bef_to_aft, aft_to_bef (B, B)
     difference (196, 512) and caption (24 ids)         v  match_loss, Eq. 4
@@ -217,7 +217,7 @@ class Fusion(nn.Module):
 
     Both images after Eq. 6 (B, N, D) -> (B, N, D). Instead of concatenating them ("cat"), section
     6.3 also tries their sum and product. The baseline Subtraction has X_bef - X_aft of Eq. 1, in
-    which the positions cancel."""
+    which the positions cancel (docs/tour.md, "Positions")."""
 
     def __init__(self, cfg: Config):
         super().__init__()

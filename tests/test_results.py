@@ -3,12 +3,10 @@ mixes records of code that computes different things."""
 
 import dataclasses
 import importlib
-import json
 import re
 
 import pytest
 import results
-from PIL import Image
 
 
 def record(row, seed, cider, commit="a"):
@@ -104,32 +102,3 @@ def test_only_runs_of_other_code_are_missing_and_replaced(tmp_path, monkeypatch)
     results.add_record(new)
     assert results.read_results()["records"] == [records[1], new]
     assert len(results.missing_runs(list(results.NINE_SEEDS), "c")) == 18
-
-
-def test_curves_of_finished_runs(tmp_path, monkeypatch):
-    """A quarter of IDC's fine-tuning is step 100 + 200 / 4, between its validations."""
-    page = "<!-- curves, by tools/results.py -->\nold\n<!-- end -->\n"
-    (tmp_path / "tour.md").write_text(page)
-    monkeypatch.setattr(results, "TOUR", tmp_path / "tour.md")
-    monkeypatch.setattr(results, "ASSETS", tmp_path)
-    train = {"event": "train", "seconds": 30}
-    log = [
-        {"step": 0, "event": "start", "config": {"pretrain_steps": 100, "steps": 200}},
-        {"step": 100, "stage": "pretrain", "mvcl": 2.0, **train},
-        {"step": 140, "event": "eval", "CIDEr": 10.0},
-        {"step": 160, "event": "eval", "CIDEr": 30.0},
-        {"step": 300, "stage": "finetune", "caption": 0.5, "lr": 0.1, **train},
-        {"step": 300, "event": "eval", "CIDEr": 170.0},
-    ]
-    with pytest.raises(results.InputError, match=r"no finished run of SCORER\+CBR"):
-        results.write_curves(tmp_path)
-    for name in ("scorer-cbr-1111", "dirl-ccr-1", "rdd-acr-1", "cheers-1", "idc-1"):
-        (tmp_path / f"{name}-abc").mkdir()
-        (tmp_path / f"{name}-abc" / "scores_test.json").touch()
-        text = "".join(json.dumps(row) + "\n" for row in log)
-        (tmp_path / f"{name}-abc" / "log.jsonl").write_text(text)
-    results.write_curves(tmp_path)
-    cells = "| 1 | 1.0 | 20.0 | 70.0 | 170.0 | caption 0.50, mvcl 2.00 |"
-    assert f"| IDC | `python idc_pretrain.py` {cells}" in (tmp_path / "tour.md").read_text()
-    with Image.open(tmp_path / "tour_curves.png") as picture:
-        assert len(picture.convert("RGB").getcolors(10**6)) > 10

@@ -4,7 +4,6 @@
     python tools/results.py --only SCORER+CBR GDE  only these rows
     python tools/results.py --table                run nothing, only fill in the tables
     python tools/results.py --assets RUN           run nothing, make weights and pairs in assets/
-    python tools/results.py --curves RUNS          run nothing, draw how the five methods learn
 
 A row is a command. It is run with one, three or nine seeds, each run on one thread; two runs go on
 at a time. A finished run adds its record to tools/results.json: row, seed, commit, machine, minutes
@@ -34,7 +33,6 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
-import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -47,7 +45,7 @@ import rdd_acr
 import scorer_cbr
 from common import InputError
 from support import mini
-from support.files import load_tensors, read_log, run_main, save_tensors, write_text
+from support.files import load_tensors, run_main, save_tensors, write_text
 from support.pictures import sample_sheet
 
 HERE = Path(__file__).resolve().parent
@@ -57,7 +55,6 @@ RESULTS = ROOT / "docs" / "results.md"
 SCORES_PAGE = ROOT / "docs" / "scores.md"
 RELEASED_PAGE = ROOT / "docs" / "released.md"
 GUIDE = ROOT / "docs" / "own_pictures.md"
-TOUR = ROOT / "docs" / "tour.md"
 README = ROOT / "README.md"
 ASSETS = ROOT / "assets"
 RUNS = Path("runs/results")
@@ -433,18 +430,18 @@ def flag_cells(script: str, cells: list[str], records: list[dict]) -> tuple[str]
     return ("",)
 
 
-def replaced(text: str, name: str, change: Callable[[str], str]) -> str:
+def replaced(text: str, name: str, change: Callable[[str], str], tool: str) -> str:
     """A page in which `change` has been applied to the text between the marks of a table."""
-    begin = f"<!-- {name}, by tools/results.py -->\n"
+    begin = f"<!-- {name}, by tools/{tool} -->\n"
     end = "<!-- end -->\n"
     before, rest = text.split(begin)
     inside, after = rest.split(end, 1)
     return before + begin + change(inside) + end + after
 
 
-def fill(page: Path, name: str, change: Callable[[str], str]) -> None:
+def fill(page: Path, name: str, change: Callable[[str], str], tool: str = "results.py") -> None:
     """Applies `change` to a table of a page, in its file."""
-    write_text(page, replaced(page.read_text(encoding="utf-8"), name, change))
+    write_text(page, replaced(page.read_text(encoding="utf-8"), name, change, tool))
 
 
 def filled(table: str, last_cells: Callable, records: list[dict]) -> str:
@@ -481,78 +478,6 @@ def write_tables() -> None:
     fill(SCORES_PAGE, "published", lambda table: filled(table, published_cells, records))
     fill(README, "results", lambda _: results_table(records, README_ROWS, README_COLUMNS))
     fill(GUIDE, "scenes", lambda _: scenes_table(records))
-
-
-# ---- curves --------------------------------------------------------------------------------------
-
-
-def write_curves(runs: Path) -> None:
-    """From the logs of the five methods' finished runs in a folder like runs/results: draws
-    validation CIDEr over steps, and fills in picture and table of docs/tour.md."""
-    logs = {}
-    for row in README_ROWS[:5]:
-        logs[row] = [read_log(folder / "log.jsonl") for folder in finished(runs, row)]
-    draw_cider(logs, ASSETS / "tour_curves.png")
-    head = ["method", "command", "seeds", "minutes"]
-    head += ["CIDEr at 1/4", "at 1/2", "at the end", "losses at the end"]
-    lines = ["![Validation CIDEr over steps, of each seed and the mean](../assets/tour_curves.png)"]
-    lines += ["", table_line(head), "|---" * len(head) + "|"]
-    for row, of_row in logs.items():
-        lines.append(table_line([row, f"`python {ROWS[row]}`", str(len(of_row)), *curve(of_row)]))
-    fill(TOUR, "curves", lambda _: "\n".join(lines) + "\n")
-
-
-def cider_of(log: list[dict]) -> tuple[list[int], list[float]]:
-    """The steps of a run's validations, and CIDEr at each."""
-    validations = [row for row in log if row["event"] == "eval"]
-    return [row["step"] for row in validations], [row["CIDEr"] for row in validations]
-
-
-def curve(logs: list[list[dict]]) -> list[str]:
-    """The last five cells of a method's line, from the logs of its runs: means of minutes, of CIDEr
-    at a quarter, half and all of the steps (of IDC's fine-tuning), and of the losses in their last
-    lines."""
-    minutes = []
-    ciders = [[], [], []]
-    ends = {}  # name of a loss -> its last value in each run
-    for log in logs:
-        config = log[0]["config"]
-        seconds = {}  # of each stage
-        last = {}
-        for row in log:
-            if row["event"] == "train":
-                seconds[row["stage"]] = row["seconds"]
-                last |= row
-        minutes.append(sum(seconds.values()) / 60)
-        for name in last.keys() - {"step", "event", "stage", "seconds", "lr", "total"}:
-            ends.setdefault(name, []).append(last[name])
-        for share, at_share in zip((0.25, 0.5, 1), ciders, strict=True):
-            step = config.get("pretrain_steps", 0) + share * config["steps"]
-            at_share.append(float(np.interp(step, *cider_of(log))))
-    losses = [f"{name} {statistics.fmean(ends[name]):.2f}" for name in sorted(ends)]
-    return [cell(minutes), *map(cell, ciders), ", ".join(losses)]
-
-
-def draw_cider(logs: dict[str, list[list[dict]]], picture: Path) -> None:
-    """Draws a panel for each method: validation CIDEr of each run, thin, and their mean."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 2.8), layout="constrained")
-    panels = figure.subplots(1, len(logs), sharey=True)
-    for axes, (row, of_row) in zip(panels, logs.items(), strict=True):
-        curves = [cider_of(log) for log in of_row]
-        for steps, ciders in curves:
-            axes.plot(steps, ciders, color="C0", linewidth=0.8, alpha=0.6)
-        steps, _ = curves[0]
-        axes.plot(
-            steps, np.mean([ciders for _, ciders in curves], 0), ".-", color="C0", linewidth=2
-        )
-        axes.set_title(row)
-        axes.set_xlabel("step")
-        axes.set_xlim(0)
-        axes.grid(alpha=0.3)
-    panels[0].set(ylabel="validation CIDEr", ylim=(0, None))
-    figure.savefig(picture, dpi=120)
 
 
 # ---- assets --------------------------------------------------------------------------------------
@@ -609,17 +534,12 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="only fill in the tables")
     text = "only make the weights and pairs in assets/ from a finished run of scorer_cbr.py"
     parser.add_argument("--assets", type=Path, metavar="RUN", help=text)
-    text = "only draw how the five methods learn, from their runs in this folder"
-    parser.add_argument("--curves", type=Path, metavar="RUNS", help=text)
     args = parser.parse_args()
     if args.table:
         write_tables()
         return
     if args.assets:
         write_assets(args.assets, args.data_dir)
-        return
-    if args.curves:
-        write_curves(args.curves)
         return
     commit = commit_of_the_code()
     missing = missing_runs(args.only, commit)
