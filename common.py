@@ -230,7 +230,7 @@ class RunConfig:
     steps: int = 10000  # training steps
     batch_size: int = 128  # scenes per step (each may have a changed and a distractor pair)
     lr: float = 2e-4  # Adam's learning rate
-    schedule: Literal["step", "cosine"] = "step"  # x0.1 every lr_drop steps, or cosine to zero
+    schedule: Literal["step", "cosine"] = "step"  # a tenth every lr_drop steps, or cosine to 0
     lr_drop: int = 0  # steps between drops of --schedule step; 0: no drops
     warmup: int = 0  # steps of linear warm-up
     grad_clip: float = 0.0  # maximum gradient norm; 0 or less: no clipping
@@ -239,7 +239,7 @@ class RunConfig:
     patience: int = 0  # stop after this many validations without a new best; 0: never
     select_by: Literal["CIDEr", "BLEU-4", "ROUGE-L"] = "CIDEr"  # metric that chooses best.pt
     eval_batch: int = 64  # pairs decoded at once
-    device: str = ""  # cuda, cpu, ... (default: cuda if there is one)
+    device: str = ""  # cuda, cpu, ... (default: cuda if there is a GPU)
     amp: bool = True  # bfloat16 autocast; CUDA only
     compile: bool = True  # torch.compile of the training step; CUDA only
     features: Literal["auto", "gpu", "file"] = "auto"  # where features are; auto: GPU if they fit

@@ -319,7 +319,7 @@ def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
         prepare(cfg.dataset, Path(cfg.data_dir), cfg.device, cfg.extractor)
     dataset = load(cfg.dataset, cfg.data_dir, cfg)
     if make and not dataset.scenes["train"]:
-        raise InputError(f"{cfg.data_dir}: no pairs are for train, so they are for --eval only")
+        raise InputError(f"{cfg.data_dir} has no training pairs; it can only be scored, by --eval")
     if dataset.pairs(*SPLITS)[0].after is None:
         raise InputError(f"--dataset {cfg.dataset} has no pairs; IDC reads it by --{cfg.dataset}")
     return dataset
@@ -334,7 +334,9 @@ def note_on_negatives(dataset: Dataset, cfg: RunConfig, *weights: str) -> None:
     flags = " ".join(f"--{name} 0" for name in weights if getattr(cfg, name))
     if flags and 10 * sharing > len(scenes):
         shares = f"{sharing} of {len(scenes)} training scenes share a picture with another one"
-        print_notes(f"{shares}; contrastive losses take them for different: compare with {flags}")
+        print_notes(
+            f"{shares}; contrastive losses take it for a different one: compare with {flags}"
+        )
 
 
 # ---- feature files of a data set -----------------------------------------------------------------

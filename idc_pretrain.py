@@ -101,7 +101,7 @@ class Config(RunConfig):
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"init", "cub", "nabirds"}
     RANGES = RunConfig.RANGES | {"pretrain_batch": (1, math.inf)}
 
-    init: str = ""  # checkpoint to start from (--nabirds as there); --pretrain_steps 0 only tunes
+    init: str = ""  # checkpoint to start from, of the same --nabirds; --pretrain_steps 0 only tunes
     dim: int = 512  # width D
     ffn: int = 2048  # width of the feed-forward layers
     heads: int = 8  # heads of every attention

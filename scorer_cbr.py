@@ -101,13 +101,13 @@ class Config(RunConfig):
     use_coords: bool = True  # append the cell's x and y to the features (released for CLEVR-Change)
     w_match: float = 0.1  # weight of L_cv in Eq. 13 (section 6.2); 0 leaves it out
     w_cbr: float = 0.001  # weight of L_cm in Eq. 13 (as released); 0 leaves CBR out
-    difference: Literal["reconstruct", "subtract"] = "reconstruct"  # or Eq. 7 of X_bef - X_aft
+    difference: Literal["reconstruct", "subtract"] = "reconstruct"  # or Eq. 7 on X_bef - X_aft
     fusion: Literal["cat", "sum", "hadamard"] = "cat"  # how Eq. 7 joins two images
     matching: Literal["mtm", "tm", "mean", "max"] = "mtm"  # Eq. 3, Eq. 2, or pooled images
     match_layer: Literal["first", "last"] = "first"  # layer whose queries and keys Eq. 4 matches
     xavier: bool = True  # Xavier-uniform weights for the decoder [ours]; released code: N(0, .02)
     train_cbr: bool = True  # train CBR; the released code leaves its weights as initialised
-    sentence_mean: Literal["words", "max_len"] = "words"  # CBR's mean: over words, or sum / max_len
+    sentence_mean: Literal["words", "max_len"] = "words"  # CBR's mean over words, or sum / max_len
     ffn_residual: Literal["input", "activation"] = "input"  # residual of the feed-forward layer
 
 

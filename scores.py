@@ -115,7 +115,7 @@ def score(
     texts = []
     for i, caption in predictions.items():
         if not references.get(i):
-            raise InputError(f"prediction {i!r} has no reference; are they of its split?")
+            raise InputError(f"prediction {i!r} has no reference; are the references of its split?")
         if isinstance(references[i], str):  # its letters would be taken for references
             raise InputError(f"the reference of {i!r} is a text; give a list of texts")
         texts += [caption, *references[i]]

@@ -126,7 +126,7 @@ def caption_table(captioner: Captioner, file: Path, out: str | None) -> None:
     if out:
         check_out(out, (".csv",), [file, *pictures])
         if any("caption" in row for row in table.rows):
-            raise InputError(f"{file} has a column caption, where --out writes; rename it")
+            raise InputError(f"{file} has a column caption, which --out would add; rename it")
     check_pictures(pictures)  # so that none stops the work halfway
     captions = captioner.pairs(pairs)
     heads, *lines = table.lines

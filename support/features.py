@@ -58,7 +58,7 @@ def refuse_16_bits(picture: Image.Image) -> None:
     # Modes I and F hold integers and floats. Colours of 16 bits have the mode RGB, and only
     # "RGB;16B" in `tile` shows them. Pillow keeps their upper 8 bits, which may all be 0.
     if picture.mode[0] in "IF" or ";16" in str(getattr(picture, "tile", "")):
-        raise InputError(f"mode {picture.mode}, more than 8 bits a channel")
+        raise InputError(f"mode {picture.mode} has more than 8 bits a channel")
 
 
 def check_pictures(files: list[Path]) -> None:
@@ -147,7 +147,8 @@ def resnet101_grid(name: str) -> nn.Module:
 
     weights = ResNet101_Weights.IMAGENET1K_V1
     file = Path(torch.hub.get_dir(), "checkpoints", Path(weights.url).name)
-    with file_errors(file, "remove it and go online once, or give --extractor timm/NAME:FILE"):
+    remedy = "go online once (if it is broken, delete it first), or give --extractor timm/NAME:FILE"
+    with file_errors(file, remedy):
         net = resnet101(weights=weights)
     stem = [net.conv1, net.bn1, net.relu, net.maxpool]
     grid = nn.Sequential(*stem, net.layer1, net.layer2, net.layer3)
@@ -186,7 +187,8 @@ class TimmGrid(nn.Module):
                 positions = {k: w for k, w in self.net.state_dict().items() if "pos" in k}
                 self.net.load_state_dict(weights | positions)
         else:
-            remedy = f"remove it and go online once, or give {name}:FILE"
+            remedy = "go online once (if it is broken, delete it first), or give "
+            remedy += f"--extractor {name}:FILE"
             with file_errors(f"{name} in {HF_HUB_CACHE}", remedy):
                 self.net = timm.create_model(model, **options)
         data_config = timm.data.resolve_data_config({}, pretrained_cfg=defaults.to_dict())
@@ -295,12 +297,12 @@ class Features:
         if not path.exists():
             found = ""
             for other in sorted(path.parent.glob("features*.h5")):
-                with file_errors(other, "remove it"), h5py.File(other) as f:
+                with file_errors(other, "delete it"), h5py.File(other) as f:
                     model, colon, _ = f.attrs["extractor"].partition(":")
                 found += f"; for {other.name}, add --extractor {model}{colon and ':FILE'}"
             raise FileNotFoundError(f"no features at {path}{found}; or run: {command}")
         self.path = path
-        self.remedy = f"remove it and run: {command}"
+        self.remedy = f"delete {path.name} and run: {command}"
         with file_errors(path, self.remedy), h5py.File(path) as f:
             table = f["features"]
             names = f["image_ids"].asstr()[:]
@@ -364,7 +366,7 @@ class Features:
         touched = {}  # files of another time, by image name
         for name, picture in progress(paths.items(), desc="files", unit="file", delay=1):
             if name not in self.row_of:
-                raise InputError(f"{self.path} lacks {name}; {self.remedy}")
+                raise InputError(f"{self.path} has no features of {name}; {self.remedy}")
             file = picture
             if self.preprocessing == AUTHORS_FILES:
                 file = authors_features(picture)

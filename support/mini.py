@@ -649,7 +649,7 @@ def render(root: Path, counts: dict[str, int]) -> None:
     pool = ProcessPoolExecutor(initializer=signal.signal, initargs=ignore_ctrl_c)
     try:
         drawn = pool.map(functools.partial(draw_scene, root), jobs, chunksize=10)
-        scenes = list(progress(drawn, total=len(jobs), desc="drawing", unit="scene"))
+        scenes = list(progress(drawn, total=len(jobs), desc="drawing mini (once)", unit="scene"))
     finally:
         pool.shutdown(cancel_futures=True)
     files = {"scenes": {}, "change_captions": {}, "no_change_captions": {}}
@@ -806,7 +806,8 @@ def make(root: Path, scenes: int | None = None) -> None:
         return
     if root.exists() and any(root.iterdir()):
         raise InputError(
-            f"{root} is not empty, and holds no complete mini of {scenes} training scenes; give "
+            f"{root} is not empty, and holds no complete mini of {scenes} training scenes; if its "
+            "drawing was interrupted, delete the folder and repeat the command; otherwise give "
             "another --data_dir, or the --dataset that is there (your own pairs: pairs)"
         )
     render(root, {"train": scenes, "val": max(10, scenes // 20), "test": max(10, scenes // 10)})

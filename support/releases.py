@@ -239,7 +239,7 @@ def read_release(name: str, root: Path) -> Release:
     try:
         release = DATASETS[name].read(root)
     except FileNotFoundError as e:
-        advice = f"--data_dir must be the folder of {name}'s files"
+        advice = f"--data_dir must be the folder with the files of {name}"
         if DATASETS[name].make:
             advice = f"python data.py {name} --data_dir {shlex.quote(str(root))} draws it"
         raise FileNotFoundError(f"{e}; {advice}") from e
@@ -598,10 +598,11 @@ def read_pairs(root: Path) -> Release:
     unused = {*columns} - {"before", "after", "captions", "split", "kind"}
     notes = [f"{file}: the column {column!r} is not used" for column in sorted(unused)]
     if "split" not in columns:
-        chosen = "has no column split, so a hash of the paths says which pairs are for test"
-        notes.append(f"{file} {chosen}; to score all by --eval, write test in every row")
+        chosen = "has no column split, so a hash of the paths chooses about a tenth of the pairs"
+        chosen += " for validation and a tenth for test"
+        notes.append(f"{file} {chosen}; to score all pairs by --eval, add it with test in each row")
     if "no change" not in kinds:
-        notes.append("no pair has the kind 'no change': changes claimed wrongly are not counted")
+        notes.append("no pair has the kind 'no change', so changes claimed wrongly are not counted")
     return release_from_pairs(pairs, root, kinds, notes)
 
 

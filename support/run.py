@@ -44,7 +44,7 @@ def parse_args(Config: type, PRESETS: dict, RELEASED: dict, argv: list[str] | No
     args = make_parser(Config, PRESETS, bool(RELEASED)).parse_args(argv)
     flags = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if f.name in args}
     if bool(args.caption) != bool(args.checkpoint):
-        raise InputError("--caption and --checkpoint go together; --eval has its own checkpoint")
+        raise InputError("--caption needs --checkpoint, and --checkpoint needs --caption")
     dataset = flags.get("dataset", Config.dataset)
     method = Path(sys.modules[Config.__module__].__file__).stem
     out_dir = Path(flags.get("out_dir") or f"runs/{method}-{dataset}")
@@ -55,7 +55,7 @@ def parse_args(Config: type, PRESETS: dict, RELEASED: dict, argv: list[str] | No
             print(f"no preset for {dataset}: using the defaults")
         if args.variant == "released" and dataset not in RELEASED:
             used = ", ".join(RELEASED["all"])
-            print_notes(f"no code was released for {dataset}; used from other code: {used}")
+            print_notes(f"no code was released for {dataset}; other released code gives: {used}")
         refuse_used_folder(out_dir)
     else:
         cfg = saved_config(Config, checkpoint)
@@ -96,11 +96,12 @@ def make_parser(Config: type, PRESETS: dict[str, dict], variants: bool) -> argpa
     command.add_argument("--caption", nargs="+", metavar="FILE", help=text)
     text = "split to evaluate in the end (default: test)"
     group.add_argument("--split", choices=["val", "test", "none"], default="test", help=text)
-    group.add_argument("--checkpoint", help="checkpoint for --caption")
+    group.add_argument("--checkpoint", help="best.pt or last.pt of a training, for --caption")
     text = "with --caption: where to write the attention picture or the CSV file with captions"
     group.add_argument("--out", metavar="FILE", help=text)
 
-    group = parser.add_argument_group(f"config (defaults differ for {', '.join(PRESETS)}: PRESETS)")
+    title = f"config (for {', '.join(PRESETS)}, PRESETS in the file replaces some defaults)"
+    group = parser.add_argument_group(title)
     parser.set_defaults(variant="paper")
     if variants:
         text = "whose version of the details in RELEASED (default: paper)"
@@ -150,7 +151,7 @@ def refuse_changes(base: RunConfig, given: dict, checkpoint: Path) -> None:
         saved = getattr(base, name)
         trained = f"{checkpoint} was trained with {saved}"
         if name == "steps" and base.schedule == "cosine":
-            trained += ", where its learning rates reach 0 (--schedule cosine)"
+            trained += ", and --schedule cosine lets the learning rate end at 0 there"
         elif name in base.MAY_CHANGE:
             continue
         if value != saved:
@@ -247,7 +248,8 @@ class Run:
             self.save("last.pt")
         over = 0 < self.cfg.patience <= self.evals_since_best
         if over:
-            tqdm.write(f"step {self.step} is the last: --patience {self.cfg.patience} is over")
+            why = f"--patience {self.cfg.patience} validations gave no new best"
+            tqdm.write(f"step {self.step} is the last: {why}")
         return over
 
     def log(self, losses: dict[str, Tensor]) -> None:
@@ -345,7 +347,7 @@ class Run:
         self.losses = state.get("losses", {})  # last.pt of older code has none
         self.resumed = state
         if self.best > float("-inf") and not (self.dir / "best.pt").exists():
-            print_notes(f"{self.dir} has no best.pt; last.pt replaces it until a validation")
+            print_notes(f"{self.dir} has no best.pt; last.pt replaces it until the next validation")
             self.best = float("-inf")
             self.save("best.pt")
         log = self.dir / "log.jsonl"

@@ -185,7 +185,7 @@ def template_segments(caption: str) -> tuple[list[str], list[str]]:
             action = re.sub(r"(?:\b(?:a|an|the|new|other) )*$", "", action).strip()
     else:
         remedy = "correct the caption, or add its words to OBJECT in support/text.py"
-        raise InputError(f"{caption!r} names no object and no lack of change; {remedy}")
+        raise InputError(f"{caption!r} names neither an object nor that nothing changed; {remedy}")
     verbs = [action] if action else []
     return nouns, verbs
 

@@ -201,7 +201,7 @@ def test_weights_that_cannot_be_loaded_are_named(tmp_path, monkeypatch):
     file = tmp_path / "hub/checkpoints/resnet101-63fe2227.pth"
     file.parent.mkdir(parents=True)
     file.write_bytes(b"cut off")
-    with pytest.raises(InputError, match=f"{file}.*remove it"):
+    with pytest.raises(InputError, match=f"{file}.*delete it"):
         Extractor("resnet101-layer3")
 
     def no_network(*_, **__):
@@ -352,7 +352,7 @@ def test_a_replaced_picture_is_noticed(prepared):
     other_pixels = bytearray(content)
     other_pixels[-30] ^= 1
     picture.write_bytes(other_pixels)
-    with pytest.raises(InputError, match="features.h5.*remove it and run: python data.py"):
+    with pytest.raises(InputError, match="features.h5.*delete features.h5 and run: python data.py"):
         data.load("clevr_change", prepared)
     picture.write_bytes(content)  # with another time
     data.load("clevr_change", prepared)

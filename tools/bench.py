@@ -330,10 +330,10 @@ def parse_command():
     parser.add_argument("--dim", type=int, default=512, help="width D")
     text = "shape of the features (default: the paper's)"
     parser.add_argument("--grid", type=int, nargs=3, metavar=("C", "H", "W"), help=text)
-    parser.add_argument("--length", type=int, default=24, help="ids in a caption")
+    parser.add_argument("--length", type=int, default=24, help="ids of a caption")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--runs", type=int, default=3, help="turns of each formulation")
-    parser.add_argument("--scenes", type=int, default=5000, help="of load's file")
+    parser.add_argument("--scenes", type=int, default=5000, help="scenes in the file of load")
     text = "measure only this formulation, once, and print JSON"
     parser.add_argument("--row", choices=ROWS, help=text)
     args = parser.parse_args()
