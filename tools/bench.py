@@ -358,7 +358,7 @@ def print_profile(run: Callable, cuda: bool) -> None:
         if event.device_type == DeviceType.CPU:
             name = f"{event.device_time_total / 1000:9.3f} {event.key}"
             host.append((event.self_cpu_time_total / 1000, event.count, name))
-        elif event.key in ("match_kernel", "gradient_kernel"):
+        elif event.key.startswith(("match_kernel", "gradient_kernel")):
             matching.append((gpu, event.count, event.key))
         elif not event.is_user_annotation:  # an annotation covers kernels that are counted
             others.append((gpu, event.count, event.key))
