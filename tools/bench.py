@@ -7,6 +7,7 @@
                                                                     anew for each next one
     python tools/bench.py match [--batch 128]                       token-wise matching, both passes
     python tools/bench.py load [--scenes 5000] [--batch 128]        batches from a feature file
+    python tools/bench.py all --out FOLDER [--dry]                  everything on one GPU machine
 
 The plain formulation of a step computes every matching score at once (match_by_definition of
 scorer_cbr.py), in float32 and without torch.compile. The two formulations take turns. Each turn is
@@ -18,6 +19,10 @@ run each one's script on an idle machine.
 `load` makes a file of CLEVR-Change's rows, 1.2 MB a scene, in the folder for temporary files, which
 must be on a disk (TMPDIR names another). Cold: the file is not in the system's cache. Warm: the
 same batches again. The plain way reads both images of every pair from the map.
+
+`all` runs tests/test_cuda.py (in parallel, which needs pytest-xdist), then every method's step and
+decoding, each with a profile (--profile). It takes at most seven minutes, and logs go to FOLDER.
+With --dry, it runs on the CPU in tiny sizes, one process after the other.
 """
 
 import argparse
@@ -31,6 +36,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +48,8 @@ import numpy as np
 import torch
 from open_clip.transformer import TextTransformer
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 import cheers
 import common
@@ -184,7 +193,8 @@ def step_work(args) -> Callable:
         more += [args.task, lambda ids: rewritten[: len(ids)]]
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=not is_plain(args))
     if cfg.on_cuda and cfg.compile and not is_plain(args):
-        model.compile(fullgraph=True, dynamic=False)
+        # As in training. RDD+ACR's CLIP reads the phrases between compiled graphs.
+        model.compile(fullgraph=args.method != "rdd_acr", dynamic=False)
 
     def run():
         optimizer.zero_grad()
@@ -288,13 +298,20 @@ def measure(args) -> dict[str, float]:
     run = WORKS[args.what](args)
     for _ in range(3 if cuda else 1):  # the first compiles
         run()
-    if not cuda:
+    if args.wait:
+        sys.stdin.readline()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+        taken = statistics.median(seconds(run, torch.cuda.synchronize) for _ in range(8))
+        peak = torch.cuda.max_memory_allocated()
+    else:
         taken = seconds(run)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"seconds": taken, "peak": peak}
-    torch.cuda.reset_peak_memory_stats()
-    taken = statistics.median(seconds(run, torch.cuda.synchronize) for _ in range(8))
-    return {"seconds": taken, "peak": torch.cuda.max_memory_allocated()}
+    result = {"seconds": taken, "peak": peak}
+    if args.profile:
+        print(json.dumps(result), flush=True)  # in case the profile fails
+        print_profile(run, cuda)
+    return result
 
 
 def seconds(run: Callable, wait: Callable = lambda: None) -> float:
@@ -320,9 +337,121 @@ def take_turns(args) -> dict[str, list[dict]]:
     return turns
 
 
+# ---- profiles ------------------------------------------------------------------------------------
+
+
+def print_profile(run: Callable, cuda: bool) -> None:
+    """Prints tables of one run: the GPU's kernels, those of matching apart; what the host did; and
+    the lines of Python where it waited for the GPU."""
+    activities = [ProfilerActivity.CPU]
+    if cuda:
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as recorded:
+        run()
+        if cuda:
+            torch.cuda.synchronize()
+    matching = []  # rows of a table: milliseconds, calls, name
+    others = []
+    host = []
+    for event in recorded.key_averages():
+        gpu = event.self_device_time_total / 1000
+        if event.device_type == DeviceType.CPU:
+            name = f"{event.device_time_total / 1000:9.3f} {event.key}"
+            host.append((event.self_cpu_time_total / 1000, event.count, name))
+        elif event.key.startswith(("match_kernel", "gradient_kernel")):
+            matching.append((gpu, event.count, event.key))
+        elif not event.is_user_annotation:  # an annotation covers kernels that are counted
+            others.append((gpu, event.count, event.key))
+    print_table("kernels of matching", matching)
+    print_table("other kernels (with a few small ones of matching)", others)
+    print_table("the host, and before each name the GPU's ms for it and what it calls", host)
+    if cuda:
+        print_waits(run)
+
+
+def print_table(title: str, rows: list[tuple[float, int, str]]) -> None:
+    total = sum(row[0] for row in rows)
+    calls = sum(row[1] for row in rows)
+    print(f"\n{title}: {total:.3f} ms, {calls} calls")
+    for milliseconds, count, name in sorted(rows, reverse=True):
+        print(f"{milliseconds:9.3f} {count:6} {name[:150]}")
+
+
+def print_waits(run: Callable) -> None:
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    torch.cuda.set_sync_debug_mode("default")
+    print("\nwhere the host waits for the GPU (and other warnings): times")
+    for place, count in Counter(f"{w.filename}:{w.lineno} {w.message}" for w in caught).items():
+        print(f"{count:6} {place}")
+
+
+# ---- everything on one GPU machine ---------------------------------------------------------------
+
+CASES = {  # name -> flags
+    "step_released": "step --row released",
+    "step_mvcl": "step --method idc_pretrain --task mvcl --row ours",
+}
+for name in METHODS:
+    CASES[f"step_{name}"] = f"step --method {name} --row ours"
+    CASES[f"decode_{name}"] = f"decode --method {name} --row ours --batch 64"
+DRY = "--batch 2 --dim 16 --grid 4 2 3 --length 5"
+TESTS = "-m pytest -p no:cacheprovider -vv tests/test_cuda.py"
+TESTS_S = 170  # until then, the tests must have ended, and the cases should have compiled
+CASE_S = 20  # for timing and profiling a case
+
+
+def start(command: str, log: Path, dry: bool) -> subprocess.Popen:
+    """Starts Python in the repository's folder. What it prints goes to the log."""
+    env = {"TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "2"} | os.environ
+    if dry:
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    streams = {"stdin": subprocess.PIPE, "stdout": log.open("w"), "stderr": subprocess.STDOUT}
+    call = [sys.executable, *command.split()]
+    return subprocess.Popen(call, cwd=Path(__file__).parents[1], env=env, text=True, **streams)
+
+
+def finish(process: subprocess.Popen, log: Path, limit: float) -> None:
+    """Lets a waiting process go on, ends it after `limit` seconds, and prints its last line."""
+    try:
+        process.communicate("your turn\n", timeout=limit)
+        end = f"exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        process.kill()
+        end = "out of time"
+    *_, last = ["", *log.read_text().splitlines()]
+    print(f"{log.stem}: {end}: {last}", flush=True)
+
+
+def run_all(out: Path, dry: bool) -> None:
+    """Runs the CUDA tests and all CASES. Each is a process with a log and a time limit, so that one
+    that fails does not cost the others.
+
+    They start together, and the cases compile while the tests run. Then each case is timed in turn,
+    while the others wait. In the dry form, a case starts at its turn, which needs less memory."""
+    out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + TESTS_S
+    more = f" --wait --profile {DRY if dry else ''}"
+    processes = {}
+    if not dry:
+        for name, flags in CASES.items():
+            processes[name] = start("tools/bench.py " + flags + more, out / f"{name}.log", dry)
+    workers = "" if dry else " -n 12"  # which needs pytest-xdist
+    tests = start(TESTS + workers, out / "tests.log", dry)
+    finish(tests, out / "tests.log", TESTS_S)
+    for name, flags in CASES.items():
+        limit = max(0, deadline - time.monotonic()) + CASE_S
+        if dry:
+            processes[name] = start("tools/bench.py " + flags + more, out / f"{name}.log", dry)
+            limit = TESTS_S
+        finish(processes[name], out / f"{name}.log", limit)
+
+
 def parse_command():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=[*WORKS, "load"])
+    parser.add_argument("what", choices=[*WORKS, "load", "all"])
     parser.add_argument("--method", choices=METHODS, default="scorer_cbr")
     tasks = ["finetune", *idc_pretrain.TASKS]
     parser.add_argument("--task", choices=tasks, default="finetune", help="idc_pretrain's step")
@@ -336,6 +465,12 @@ def parse_command():
     parser.add_argument("--scenes", type=int, default=5000, help="scenes in the file of load")
     text = "measure only this formulation, once, and print JSON"
     parser.add_argument("--row", choices=ROWS, help=text)
+    parser.add_argument(
+        "--profile", action="store_true", help="with --row: print a profile as well"
+    )
+    parser.add_argument("--wait", action="store_true", help="with --row: wait for a line first")
+    parser.add_argument("--out", default="runs/gpu", help="all's folder for logs and profiles")
+    parser.add_argument("--dry", action="store_true", help="all in tiny sizes on the CPU")
     args = parser.parse_args()
     if args.grid is None:
         args.grid = (2048, 7, 7) if args.method == "idc_pretrain" else (1024, 14, 14)
@@ -353,6 +488,10 @@ def main():
     machine = f"CPU, {torch.get_num_threads()} threads"
     if args.device.startswith("cuda"):
         machine = torch.cuda.get_device_name()
+    if args.what == "all":
+        print(f"{machine}, torch {torch.__version__}")
+        run_all(Path(args.out).resolve(), args.dry)
+        return
     print(f"{args.what}, {args.method}, batch {args.batch}, {machine}, torch {torch.__version__}")
     taken = {}
     for row, results in take_turns(args).items():
