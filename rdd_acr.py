@@ -401,11 +401,14 @@ class Phrases:
         """The phrases in these rows (B,), after a learned prompt (P, clip_width) or None."""
         distinct, place = rows.unique(return_inverse=True)  # equal phrases are encoded once
         device = self.tokens.device
-        tokens = self.tokens[distinct.to(device)]  # (U, T)
+        # Copies that block would wait for all that the GPU has still to do.
+        distinct = distinct.to(device, non_blocking=True)
+        place = place.to(device, non_blocking=True)
+        rows = rows.to(device, non_blocking=True)
+        tokens = self.tokens[distinct]  # (U, T)
         if prompt is not None:
             prompt = prompt.expand(len(tokens), -1, -1)  # (U, P, clip_width)
-        text = encode_prompted(self.clip, tokens, prompt)[place.to(device)]  # (B, d)
-        rows = rows.to(device)
+        text = encode_prompted(self.clip, tokens, prompt)[place]  # (B, d)
         if self.equal_phrases == "ignored":
             same = rows[:, None] == rows
         elif self.equal_phrases == "negatives":
