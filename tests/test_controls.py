@@ -29,8 +29,6 @@ RUNS = {
     "rdd-acr-no-residuals": (rdd_acr, rdd_acr.RDD, {"residual": False}),
     "cheers": (cheers, cheers.CHEERS, {}),
     "idc": (idc_pretrain, idc_pretrain.IDC, {}),
-    "idc-fda": (idc_pretrain, idc_pretrain.IDC, {}),
-    "idc-fda-blind": (idc_pretrain, idc_pretrain.IDC, {}),
 }
 
 
@@ -96,7 +94,6 @@ def test_numbers_tables_and_pictures(tmp_path, monkeypatch):
     dataset = data.load("mini", root)
     log = [
         {"step": 0, "event": "start", "config": {}},
-        {"step": 100, "event": "train", "fda": 1.5},
         {"step": 300, "event": "eval", "CIDEr": 100.0},
         {"step": 400, "event": "eval", "CIDEr": 200.0},
     ]

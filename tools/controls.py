@@ -12,7 +12,6 @@ changed test pairs, and "another pair" is the next one of these.
 import argparse
 import copy
 import json
-import math
 import statistics
 from functools import partial
 from pathlib import Path
@@ -63,7 +62,6 @@ COLUMNS = {
     "CHEERS": {"trained": "CHEERS"},
     "IDC": {"trained": "IDC", "pre-trained": "IDC"},
 }
-FDA = {"IDC, FDA": "L_FDA after 600 steps of FDA alone", "IDC, FDA blind": "the same, blind"}
 # Positions cancel in the first three rows; scores of all rows are in tools/results.json.
 POSITIONS = ("Subtraction", "direct-sub", "CHEERS, baseline", "RR", "GDE", *COLUMNS)
 STEPS = (300, 600, 900, 1500)  # of the validations in the page's table
@@ -436,11 +434,6 @@ def measured(runs: Path, test: Test, table: str) -> dict:
             if column != "pre-trained":
                 _, ciders = validations(folder)
                 note(rows, column, "highest validation CIDEr", max(ciders))
-    if table == "IDC":
-        for row, name in FDA.items():
-            log = read_log(finished(runs, row)[0] / "log.jsonl")
-            *_, last = [line for line in log if "fda" in line]
-            note(rows, "trained", name, last["fda"], math.log(7))
     return rows
 
 
