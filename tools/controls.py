@@ -308,16 +308,17 @@ def measure_rdd(tell, test: Test, run: Captioner) -> None:
     phrases = rdd_acr.Phrases(model.cfg, clip, tokenizer, readings)
     rows = phrases.rows_of(test.texts)
     prompts = {"nouns": model.noun_prompt, "verbs": model.verb_prompt}
-    for kind, (_, x) in zip(prompts, vectors.items(), strict=True):
+    own = torch.eye(32, dtype=torch.bool)
+    for kind, name in (("nouns", "objects"), ("verbs", "actions")):
         read = phrases.read(rows[kind], prompts[kind])
         f_l = F.normalize(model.adapter(read.text), dim=-1)
-        f_o = F.normalize(x.mean(1), dim=-1)  # Eq. 10
+        f_o = F.normalize(vectors[name].mean(1), dim=-1)  # Eq. 10
         found = []
         chances = []
         for phrase, vector, row in blocks(32, f_l, f_o, rows[kind]):
-            rival = row[:, None] != row
-            s = phrase @ vector.T
-            found.append(s.masked_fill(~rival & ~torch.eye(32, dtype=torch.bool), -2))
+            rival = row[:, None] != row  # as in training, pairs with an equal phrase are none
+            cosines = phrase @ vector.T
+            found.append(cosines.masked_fill(~rival & ~own, -2))
             chances.append(1 / (1 + rival.sum(1)))
         by_chance = 100 * torch.cat(chances).mean()
         tell(f"{kind} find the pair among 32, %", share_of_first(found), by_chance)
