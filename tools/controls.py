@@ -1,6 +1,6 @@
 """Measures what the mechanism of each method does on mini, beside controls. Not a test.
 
-    python tools/controls.py RUNS             measure all, and fill in the tables of docs/tour.md
+    python tools/controls.py RUNS             measure all, and fill in docs/controls.md
     python tools/controls.py RUNS --only IDC  measure only the runs of this method
     python tools/controls.py                  measure nothing, only fill in the tables
 
@@ -43,7 +43,7 @@ from support.features import load_clip
 from support.files import load_tensors, read_log, run_main, write_text
 from support.text import read_captions
 
-PAGE = ROOT / "docs" / "tour.md"
+PAGE = ROOT / "docs" / "controls.md"
 NUMBERS = Path(__file__).with_name("controls.json")
 GRID = 8  # cells of mini, from left to right and from top to bottom
 CELL = mini.SIDE // GRID  # pixels: the side of a cell
