@@ -207,6 +207,7 @@ def matching_of(model: scorer_cbr.SCORER, before: Tensor, after: Tensor) -> tupl
 
 
 def measure_scorer(tell, test: Test, run: Captioner) -> None:
+    """Do images find their partners (Eq. 3), cells their objects (Eq. 5), and X_hat its "after"?"""
     model = run.model
     similarities = []
     attention = []
@@ -253,6 +254,7 @@ def tell_cbr(tell, name: str, model, x_bef, sentence, x_aft, x_unchanged) -> Non
 
 
 def measure_dirl(tell, test: Test, run: Captioner) -> None:
+    """Do channels of Y and X agree between the images of a pair (Eq. 3), and between strangers?"""
     model = run.model
     if model.cfg.w_dirl:
         tell_channels(tell, "Y", lambda features: y_of(model, features), test)
@@ -292,6 +294,7 @@ def tell_channels(tell, name: str, layer, test: Test) -> None:
 
 
 def measure_rdd(tell, test: Test, run: Captioner) -> None:
+    """Where do vectors look (Eq. 7), how alike are they, and do phrases find them (Eq. 10-12)?"""
     model = run.model
     _, objects, actions = model.encode(test.before, test.after)
     vectors = {"objects": objects.vectors, "actions": actions.vectors}
@@ -325,6 +328,7 @@ def measure_rdd(tell, test: Test, run: Captioner) -> None:
 
 
 def measure_cheers(tell, test: Test, run: Captioner) -> None:
+    """What do other entities do to captions and gates (Eq. 14), and do maps point (Eq. 2-5)?"""
     model = run.model
     own = cheers.entities_of(test.dataset, model.cfg, run.state)(test.images)
     conditions = {"its": own, "another pair's": own.roll(1, 0), "no": torch.zeros_like(own)}
@@ -376,6 +380,7 @@ def maps_of(model: cheers.CHEERS, test: Test, entities: Tensor) -> dict[str, Ten
 
 
 def measure_idc(tell, test: Test, run: Captioner) -> None:
+    """Are masked cells recognised (Eq. 7-8), by what, and is the judge right (section 3.1)?"""
     model = run.model
     start_and_end = torch.zeros_like(test.caption)
     start_and_end[:, 0] = START
