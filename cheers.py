@@ -16,8 +16,9 @@ The flow of one pair, with CLEVR-Change's sizes:
     F_diff (196, 512) and caption (24 ids) --------+---------+
                                                    v  decoder, Eq. 13-17
                                                next word, L_S, Eq. 18
-Gradients: L_S trains all but the maps that only L_C and L_D read. L_C and L_D train the maps P^ and
-what makes their inputs; L_I what makes `shared`, and its scale. Nothing is detached.
+Gradients: nothing is detached. L_C and L_D train the maps P^ and what makes their inputs, L_I what
+makes `shared`, and a scale. L_S trains all but this scale and the maps that only L_C and L_D read
+(see HRD).
 
 Idea. (1) A moved camera changes how an object looks, but not its name. So CLIP looks for names that
 fit one image better than the other. These entities often name what changed. (2) Cross-attention
@@ -41,11 +42,11 @@ Eq. 3     ProbabilityMap    CRE: P^ = Linear(m), m(n) = max_t P(n, t)
 Eq. 4     HRD               F' = LN(sigmoid(P^) F + F)
 Eq. 5     ProbabilityMap    DRE: P^ = Linear(1 - m)
 Eq. 6     HRD               C_i = CRE(F_j, F_i), C'_i = DRE(E, F_i)              next F: LN(F + C~)
-Eq. 7     HRD               L_C = MSE(P^ of C_i, P^ of C'_i)
+Eq. 7     CHEERS.forward    L_C = MSE(P^ of C_i, P^ of C'_i)
 Eq. 8     HRD               C~_i = MHCA(C_i, C_j): attention from C_i to C_j
 Eq. 9     contrastive_loss  L_I = -log softmax(sim(query, key) / tau)            of C~, both ways
 Eq. 10    HRD               D_i = DRE(F_i, F_i - C~_i), D'_i = CRE(E, F_i - C~_i)
-Eq. 11    HRD               L_D = MSE(P^ of D_i, P^ of D'_i)
+Eq. 11    CHEERS.forward    L_D = MSE(P^ of D_i, P^ of D'_i)
 Eq. 12    CHEERS.encode     F_diff = Linear [D_bef ; D_aft]
 Eq. 13    DecoderLayer      H^T = MHCA(H', E), H^V = MHCA(H', F_diff)            H' = LN(H + MHSA)
 Eq. 14-15 DecoderLayer      alpha = Linear [H' ; H^T], beta = Linear [H' ; H^V]
@@ -144,14 +145,14 @@ def max_probability(source: Tensor, target: Tensor, scale: Tensor | float) -> Te
     among the target's cells, P(., t) = softmax of scale * cos(., t), and m(n) is the largest share
     that cell n gets. source (B, T, D), target (B, N, D) -> m (B, N).
 
-    The maximum is taken because one place of the source that is like the cell is enough. (A mean
-    over the source would ask for a cell that is like all places.)
+    The maximum is taken because it is enough that a cell is like one position of the source. (A
+    mean would ask for a cell that is like all of them.)
 
     By hand: the target's cells are (1, 0) and (0, 1), and scale is ln 3. For one entity (1, 0),
     the exponentials are 3 and 1, so m = 3/4, 1/4. With (0, 1) as a second one, m = 3/4, 3/4."""
-    x = F.normalize(upcast(target), dim=-1)
-    y = F.normalize(upcast(source), dim=-1)
-    cosines = x @ y.transpose(1, 2)  # (B, N, T)
+    cells = F.normalize(upcast(target), dim=-1)
+    sources = F.normalize(upcast(source), dim=-1)
+    cosines = cells @ sources.transpose(1, 2)  # (B, N, T)
     # [ours] The softmax is over the target. Over the source, one entity would have m = 1 at each n.
     p = (cosines * scale).softmax(1)  # Eq. 2
     return p.amax(2)  # Eq. 3, (B, N)
@@ -159,8 +160,8 @@ def max_probability(source: Tensor, target: Tensor, scale: Tensor | float) -> Te
 
 class ProbabilityMap(nn.Module):
     """P^, which says where a CRE or DRE enhances its target: Linear_{1->D}(m) in a CRE (Eq. 3), and
-    Linear_{1->D}(1 - m) in a DRE (Eq. 5). Eq. 4, the enhancement, stands where its result is read,
-    because two of the four maps of a layer are there for L_C and L_D alone.
+    Linear_{1->D}(1 - m) in a DRE (Eq. 5). The enhancement itself, Eq. 4, is in HRD, because two of
+    the four maps of a layer enhance nothing: they are there for L_C and L_D alone.
 
     The paper calls P^ the probability matrix, though nothing confines it to (0, 1). m hardly varies
     over cells. N cells share 1, so with bare cosines m is about 1/N. [ours] Each map learns a
@@ -188,8 +189,7 @@ class ProbabilityMap(nn.Module):
 
 
 # Both images of each pair are one batch of 2B, all "before" first: F_i in the paper. (Without this
-# stack, a step takes as long, but adds up gradients in another order, so that recorded runs would
-# differ in their last digits.)
+# stack, a step takes as long, but recorded runs would differ in their last digits.)
 
 
 def other_image(x: Tensor) -> Tensor:
@@ -199,16 +199,17 @@ def other_image(x: Tensor) -> Tensor:
 
 
 class Disentangled(NamedTuple):
-    """What an HRD layer returns."""
+    """What an HRD layer returns. maps: "common", which L_C compares, and "different", for L_D, each
+    (P^ from images, P^ from entities); none if w_consistency is 0."""
 
-    x: Tensor | None  # (2B, N, D), LN(x + shared), which the next layer reads, if there is one
+    next_x: Tensor | None  # (2B, N, D), LN(x + shared), which the next layer reads, if there is one
     shared: Tensor  # (2B, N, D), Eq. 8
     difference: Tensor  # (2B, N, D), Eq. 10; before the last layer, F - shared
-    losses: dict[str, Tensor]  # "common" (L_C) and "different" (L_D), unless w_consistency is 0
+    maps: dict[str, tuple[Tensor, Tensor]]  # (2B, N, D) each
 
 
 class HRD(nn.Module):
-    """Heterogeneous Representation Disentangling, one layer of Fig. 2: Eq. 4, 6-8 and 10-11. It has
+    """Heterogeneous Representation Disentangling, one layer of Fig. 2: Eq. 4, 6, 8 and 10. It has
     four maps P^, for i = bef, aft and the other image j:
 
                         common parts, target F_i        different parts, target F_i - shared_i
@@ -218,7 +219,7 @@ class HRD(nn.Module):
 
     Entities name what changed. L_C: a cell should match the other image where it does not match the
     entities. L_D: F - shared should match the entities where it does not match its own image F.
-    For entities, the paper uses nothing but the map. We do the same for D before the last layer.
+    Of entities, the paper uses only the map. Before the last layer, we use only the map of D, too.
 
     [ours] L_C and L_D are means over both images. `raw` is F of the first layer in every layer: Eq.
     10 reads "the original raw features". The paper does not say what the next layer reads: here
@@ -226,38 +227,46 @@ class HRD(nn.Module):
 
     def __init__(self, cfg: Config, last: bool):
         super().__init__()
-        self.cre = ProbabilityMap(cfg, "CRE") if cfg.cre else None
-        self.norm_common = nn.LayerNorm(cfg.dim) if cfg.cre else None
-        self.entity_dre = ProbabilityMap(cfg, "DRE") if cfg.cre and cfg.w_consistency else None
+        self.last = last
+        self.compare = cfg.w_consistency > 0  # with L_C and L_D, which read the maps of entities
+        self.use_cre = cfg.cre
+        self.use_dre = cfg.dre and (last or self.compare)  # otherwise, nothing would read its map
+        if self.use_cre:
+            self.cre = ProbabilityMap(cfg, "CRE")
+            self.norm_common = nn.LayerNorm(cfg.dim)
+            if self.compare:
+                self.entity_dre = ProbabilityMap(cfg, "DRE")
         self.attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
-        self.dre = ProbabilityMap(cfg, "DRE") if cfg.dre and (cfg.w_consistency or last) else None
-        self.norm_difference = nn.LayerNorm(cfg.dim) if cfg.dre and last else None
-        self.entity_cre = ProbabilityMap(cfg, "CRE") if cfg.dre and cfg.w_consistency else None
-        self.norm = None if last else nn.LayerNorm(cfg.dim)
+        if self.use_dre:
+            self.dre = ProbabilityMap(cfg, "DRE")
+            if last:
+                self.norm_difference = nn.LayerNorm(cfg.dim)
+            if self.compare:
+                self.entity_cre = ProbabilityMap(cfg, "CRE")
+        if not last:
+            self.norm = nn.LayerNorm(cfg.dim)
 
     def forward(self, x: Tensor, raw: Tensor, e: Tensor | None = None) -> Disentangled:
         """x (F of Eq. 6) and raw (F of Eq. 10), both (2B, N, D) and equal in the first layer;
-        entities E (2B, K, D) or, if w_consistency is 0, None."""
-        losses = {}
+        entities E (2B, K, D), which only the maps of L_C and L_D read."""
+        maps = {}
         common = x
-        if self.cre:
-            p_common = self.cre(other_image(x), x)  # Eq. 6, P^ of C_i = CRE(F_j, F_i)
-            common = self.norm_common(p_common.sigmoid() * x + x)  # Eq. 4
-        if self.entity_dre:
-            p_entity = self.entity_dre(e, x)  # Eq. 6, P^ of C'_i = DRE(E, F_i)
-            losses["common"] = F.mse_loss(p_common, p_entity)  # Eq. 7
+        if self.use_cre:
+            p = self.cre(other_image(x), x)  # Eq. 6, P^ of C_i = CRE(F_j, F_i)
+            common = self.norm_common(p.sigmoid() * x + x)  # Eq. 4
+            if self.compare:
+                maps["common"] = (p, self.entity_dre(e, x))  # Eq. 6, P^ of C'_i = DRE(E, F_i)
         shared = self.attention(common, other_image(common))  # Eq. 8, C~_i = MHCA(C_i, C_j)
         rest = raw - shared
         difference = rest
-        if self.dre:
-            p_difference = self.dre(raw, rest)  # Eq. 10, P^ of D_i = DRE(F_i, F_i - C~_i)
-        if self.norm_difference:
-            difference = self.norm_difference(p_difference.sigmoid() * rest + rest)  # Eq. 4
-        if self.entity_cre:
-            p_entity = self.entity_cre(e, rest)  # Eq. 10, P^ of D'_i = CRE(E, F_i - C~_i)
-            losses["different"] = F.mse_loss(p_difference, p_entity)  # Eq. 11
-        next_x = self.norm(x + shared) if self.norm else None
-        return Disentangled(next_x, shared, difference, losses)
+        if self.use_dre:
+            p = self.dre(raw, rest)  # Eq. 10, P^ of D_i = DRE(F_i, F_i - C~_i)
+            if self.last:
+                difference = self.norm_difference(p.sigmoid() * rest + rest)  # Eq. 4
+            if self.compare:
+                maps["different"] = (p, self.entity_cre(e, rest))  # P^ of D'_i = CRE(E, F_i - C~_i)
+        next_x = None if self.last else self.norm(x + shared)
+        return Disentangled(next_x, shared, difference, maps)
 
 
 class DecoderLayer(nn.Module):
@@ -282,7 +291,8 @@ class DecoderLayer(nn.Module):
             width = {"channels": cfg.dim, "scalar": 1}[cfg.gate]
             self.alpha = nn.Linear(2 * cfg.dim, width)
             self.beta = nn.Linear(2 * cfg.dim, width)
-            nn.init.ones_(self.alpha.bias)  # [ours] both gates start at 1 on average, not at 0
+            # [ours] Both gates start at 1 on average, not at 0. Decoder's initialise leaves biases.
+            nn.init.ones_(self.alpha.bias)
             nn.init.ones_(self.beta.bias)
 
     def forward(self, x: Tensor, f_diff: Tensor, e: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -393,7 +403,7 @@ class CHEERS(nn.Module):
         self.embed = ImageEmbedding(cfg, *grid)
         # [ours] The paper does not say how entities get from width d to width D.
         self.project = nn.Linear(cfg.clip_dim, cfg.dim) if reads_entities else None
-        self.hrd = nn.ModuleList(HRD(cfg, last=i == cfg.layers - 1) for i in range(cfg.layers))
+        self.hrd = nn.ModuleList(HRD(cfg, last=(i == cfg.layers - 1)) for i in range(cfg.layers))
         self.join = nn.Linear(2 * cfg.dim, cfg.dim) if cfg.layers else None
         self.decoder = Decoder(cfg, vocab_size, max_len)
         if cfg.w_match:
@@ -404,26 +414,25 @@ class CHEERS(nn.Module):
     ) -> tuple[Tensor, Tensor | None, list[Disentangled]]:
         """Features (B, C, H, W) of both images and entities (B, K, d) -> what the decoder reads,
         F_diff (B, N, D) and E (B, K, D) or None; what each HRD layer returns."""
-        # Otherwise other_image would pair the wrong images in silence.
+        # Otherwise, other_image would silently pair the wrong images.
         assert before.shape == after.shape, f"{before.shape} before, {after.shape} after"
         e = None
         e_of_both = None
-        if self.project:
+        if self.project is not None:
             e = self.project(entities)
             e_of_both = torch.cat([e, e])
         raw = self.embed(torch.cat([before, after]))  # (2B, N, D), all "before" images first
+        if not self.hrd:  # the baseline of Table 4
+            f_bef, f_aft = raw.chunk(2)
+            return f_bef - f_aft, e, []
         x = raw
         layers = []
         for hrd in self.hrd:
-            layer = hrd(x, raw, e_of_both)  # Eq. 4, 6-8, 10-11
-            x = layer.x
+            layer = hrd(x, raw, e_of_both)  # Eq. 4, 6, 8, 10
+            x = layer.next_x
             layers.append(layer)
-        if layers:
-            difference_bef, difference_aft = layers[-1].difference.chunk(2)
-            f_diff = self.join(torch.cat([difference_bef, difference_aft], -1))  # Eq. 12
-        else:  # the baseline of Table 4
-            f_bef, f_aft = raw.chunk(2)
-            f_diff = f_bef - f_aft
+        difference_bef, difference_aft = layer.difference.chunk(2)  # of the last layer
+        f_diff = self.join(torch.cat([difference_bef, difference_aft], -1))  # Eq. 12
         return f_diff, e, layers
 
     def forward(
@@ -434,14 +443,15 @@ class CHEERS(nn.Module):
         over the layers.
 
         At the start, "caption" is about 5 (a guess among 76 ids has ln 76 = 4.3), "match" is ln B,
-        "common" 1.3 and "different" 0.7, as the maps' Linear layers are random. If "match" stays at
-        ln B, `shared` does not tell a pair's partner from other images. Low "common" and
-        "different" prove little, because constant maps also agree."""
+        "common" 1.3 and "different" 0.7. If "match" stays at ln B, `shared` does not tell a pair's
+        partner from other images. Constant maps, too, make "common" and "different" low."""
         f_diff, e, layers = self.encode(before, after, entities)  # Eq. 2-8, 10-12
         hidden, _ = self.decoder(caption, f_diff, e)  # Eq. 13-17
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 18
         for layer in layers:
-            terms = dict(layer.losses)  # Eq. 7, 11
+            terms = {}
+            for name, (p_images, p_entities) in layer.maps.items():
+                terms[name] = F.mse_loss(p_images, p_entities)  # Eq. 7 (common), Eq. 11 (different)
             if self.cfg.w_match:
                 shared_bef, shared_aft = layer.shared.chunk(2)
                 scale = self.log_scale.exp()
@@ -475,16 +485,14 @@ class CHEERS(nn.Module):
     ) -> dict[str, Tensor]:
         """The last decoder layer's attention over cells, averaged over heads and over the words of
         ids (B, L) -> "attention" (B, H, W)."""
-        _, height, width = self.grid
         f_diff, e, _ = self.encode(before, after, entities)
-        cells = f_diff[:, : height * width]  # all tokens, unless you add some
         _, words = self.decoder(ids, f_diff, e)
         attention = self.decoder.layers[-1].cross_attention
-        query, key, _ = attention.project(words, cells)
+        query, key, _ = attention.project(words, f_diff)
         weight = attention.scores(query, key).softmax(-1).mean(1)  # (B, L, N)
         # Row t is the state that predicts word t + 1.
         over_cells = masked_mean(weight[:, :-1], is_word(ids[:, 1:]))  # (B, N)
-        return {"attention": over_cells.unflatten(1, (height, width))}
+        return {"attention": over_cells.unflatten(1, self.grid[1:])}
 
 
 # ---- entities ------------------------------------------------------------------------------------

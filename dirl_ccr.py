@@ -15,8 +15,8 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids, a vocabular
     words, visual, hidden (24, 512) each . . . . . > mean_words, mean_visual (512) each, Eq. 12
        v  decoder.head, Eq. 11                         v  ccr_loss, Eq. 13-14, in a batch of B pairs
     logits (24, 76), L_cap by Eq. 15                L_ccr
-Gradients: nothing is detached. L_cap trains encoder and decoder, L_ccr these up to `visual`, and
-L_dirl embed and mlp.
+Gradients: nothing is detached. L_cap trains encoder and decoder; L_ccr the encoder and what makes
+`words` and `visual`; L_dirl embed and mlp.
 
 Idea. (1) Under another camera or light, each channel of the features should keep its values, and
 different channels should stand for different things. So a loss correlates each channel of "before"
@@ -27,7 +27,7 @@ a caption to the differences that the decoder saw at these words.
 
 Terms. A changed pair shows a scene before and after a change. In a distractor pair, only camera and
 light differ. A step of CLEVR-Change or mini has a batch of each kind, of the same scenes. In half
-of the scenes, "before" and the distractor picture change places, as in SCORER.
+of the scenes, "before" and the distractor picture change places (as released).
 
 Read first: channel_correlation, dirl_loss, CrossView, DecoderLayer, ccr_loss, and DIRL's encode,
 forward and ccr. Skip at first: Decoder, attention_map, and all that follows the class DIRL.
@@ -146,12 +146,12 @@ class CrossView(nn.Module):
     """Eq. 5, one layer: what each image of a pair shares with the other, shared_bef = MHCA(X_bef,
     X_aft) and shared_aft = MHCA(X_aft, X_bef).
 
-    Eq. 5 is the last layer. As released, others come before it, with `residual`: they return X' =
-    LN(X + shared), which the next layer reads in place of X.
+    Eq. 5 is the last layer. As released, others come before it. These have a residual: they return
+    X' = LN(X + shared), which the next layer reads in place of X.
 
     Eq. 6 subtracts what is shared, so that the decoder need not find the change among unchanged
     objects. SCORER adds it, because a caption may name these ("left of the cube"). The attention
-    can learn to flip the sign of its output, so the two differ only in their initial weights.
+    can learn to flip the sign of its output, so both are the same model, but for initial weights.
 
     X_bef, X_aft (B, N, D) -> two tensors of the same shape."""
 
@@ -190,12 +190,12 @@ class Fusion(nn.Module):
 
 
 class Attended(NamedTuple):
-    """What the two attentions of a decoder layer bring, each (B, L, D), for L_ccr and for maps."""
+    """Results of the two attentions of a decoder layer, each (B, L, D)."""
 
-    words: Tensor  # Eq. 8, from earlier words
-    x1: Tensor  # LN(x + words), which attends to the difference
-    visual: Tensor  # Eq. 9, from the difference
-    x2: Tensor  # LN(x1 + visual)
+    words: Tensor  # Eq. 8, attention to this and earlier words
+    x1: Tensor  # LN(x + words), which attends to the difference; for attention_map, released_ccr
+    visual: Tensor  # Eq. 9, attention to the difference
+    x2: Tensor  # LN(x1 + visual); for released_ccr
 
 
 class DecoderLayer(nn.Module):
@@ -230,8 +230,8 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Words and difference -> hidden states, from which `head` predicts the next words.
 
-    No position attends to later ones or to padding. That none attends to padding matters only for
-    the states at padding, over which released_ccr averages."""
+    No position attends to later ones or to padding. Since padding comes last, the latter matters
+    only for the states at padding, over which released_ccr averages."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
@@ -249,8 +249,8 @@ class Decoder(nn.Module):
         layer, which L_ccr reads (as released; the paper does not say which layer)."""
         x = self.embed(ids) + self.position[: ids.shape[1]]
         x = self.dropout(self.norm(self.project(x)))
-        valid = (ids != NULL)[:, None, None, :]  # (B, 1, 1, L)
-        mask = valid.expand(-1, -1, ids.shape[1], -1).tril()  # (B, 1, L, L)
+        not_padding = (ids != NULL)[:, None, None, :]  # (B, 1, 1, L)
+        mask = not_padding.expand(-1, -1, ids.shape[1], -1).tril()  # (B, 1, L, L)
         for layer in self.layers:
             x, attended = layer(x, difference, mask)  # Eq. 8-10
         return x, attended
@@ -269,8 +269,8 @@ def channel_correlation(y_bef: Tensor, y_aft: Tensor, eps: float) -> Tensor:
     the paper uses. The standard deviation is unbiased, so C_ii <= (BN - 1) / BN.
 
     Both images have the same positions in X (Eq. 1), so a channel of Y that depends on the cell
-    alone agrees perfectly with itself, even between images of different pairs. L_dirl can therefore
-    fall while channels learn nothing about objects. On mini, it does (docs/tour.md, "Positions").
+    alone agrees perfectly with itself, even between images of different pairs. So L_dirl can fall
+    while channels learn nothing about objects. On mini, this happens (docs/tour.md, "Positions").
 
     By hand, for four cells and two channels, equal in both images: (1, 1), (1, -1), (-1, 1),
     (-1, -1). All means are 0, variances 4/3, so C = ((3/4, 0), (0, 3/4)), if eps is 0."""
@@ -350,8 +350,7 @@ class DIRL(nn.Module):
                 raise InputError("--layers 0 leaves no difference, X - X = 0; use 1 or more layers")
             for _ in range(cfg.layers - 1):
                 self.cross_view.append(CrossView(cfg, residual=True))
-            last_has_residual = {"attention": False, "residual": True}[cfg.difference]
-            self.cross_view.append(CrossView(cfg, last_has_residual))
+            self.cross_view.append(CrossView(cfg, residual=cfg.difference == "residual"))
         self.fuse = Fusion(cfg)
         self.decoder = Decoder(cfg, vocab_size, max_len)
         if cfg.w_dirl:
@@ -395,8 +394,7 @@ class DIRL(nn.Module):
         At the start, with CLEVR-Change's sizes, random features and B = 16, "caption" is about 5
         (ln 76 = 4.3 is a guess among all words). "dirl", a sum over 512 channels, is 10 to 70 for
         pairs of equal images and 350 to 510 for unrelated ones. "ccr" is above ln 16 = 2.8, a guess
-        among the batch, because S is not normalised, or it is 0 if all captions are equal. On mini,
-        with 128 channels, "dirl" is below 5 after 100 steps."""
+        among the batch, because S is not normalised, or it is 0 if all captions are equal."""
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft = self.encode(before, after)  # Eq. 1, 5-7
@@ -413,7 +411,7 @@ class DIRL(nn.Module):
         return losses
 
     def ccr(self, attended: Attended, caption: Tensor) -> Tensor:
-        """Eq. 12-14, L_ccr: what the last decoder layer attended to, caption (B, L).
+        """Eq. 12-14, L_ccr, of what the last decoder layer attended to; caption (B, L).
 
         The words are those of the reference caption (section 3.4). The paper divides V^ by HW, but
         V^ of Eq. 9 has one row for each word, so both means run over words."""
@@ -423,10 +421,10 @@ class DIRL(nn.Module):
         valid = caption != NULL
         mean_words = masked_mean(attended.words, valid)  # Eq. 12, (B, D)
         mean_visual = masked_mean(attended.visual, valid)  # Eq. 12, (B, D)
-        # [ours] Pairs with equal captions are not negatives. In the paper they are (section 3.5).
-        # There, no model gets below a floor, because equal words fit both pairs, and unchanged
-        # pairs are pushed apart. (Sentences that differ and mean the same are still negatives.)
-        same = (caption[:, None] == caption).all(-1)  # (B, B)
+        # [ours] Pairs with equal captions are not negatives. In the paper, they are (section 3.5).
+        # Then the loss has a floor, because equal words fit both pairs, and unchanged pairs are
+        # pushed apart. (Sentences that differ and mean the same are still negatives.)
+        same = (caption[:, None] == caption).all(-1)  # (B, 1, L) == (B, L) -> (B, B)
         if self.cfg.ccr_equal_captions == "negatives":
             same = torch.zeros_like(same)
         return ccr_loss(mean_words, mean_visual, same, self.cfg.tau)

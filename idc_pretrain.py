@@ -18,7 +18,7 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids):
     Fine-tuning. Images see only images. A word sees them, [CLS], earlier words and itself.
         a [MASK] for each word [ours]    head: that word                     L_MLM, Eq. 6
         [IMG1] and [IMG2]                judge: did anything change?         L_judge, Sec. 3.1
-Gradients: nothing is detached. Each of these losses trains embed, E_s, E_p, E and its head, if any.
+Gradients: nothing is detached. A loss trains its head, if it has one, and E, E_p, E_s and embed.
 The paper's fine-tuning masks 15 % of the words, as its pre-training does, and predicts only these.
 On mini, pre-training is MVCL alone [ours].
 
@@ -37,7 +37,7 @@ Read first: Embedding, Block, mask_words, causal_mask, cell_loss, align_loss, an
 joint, mlm, predict_cells, fda, causal and finetune. Skip the last three sections at first.
 
 Our copy of the paper has lost its formulas, so these are reconstructed from its text and the code
-that the authors released. "As released" is what only that code says, [ours] what neither says.
+that the authors released. "As released" marks what only that code says, [ours] what neither says.
 Equation  where            formula                                            as released or [ours]
 Eq. 1     Embedding.text   w = [CLS] START w_1 ... END (paper: [BOS], [EOS])  words times sqrt(D)
 Eq. 2-3   Embedding.image  v_i = [IMGi] v_i1 ... v_iN                         LN (also in Eq. 1)
@@ -48,7 +48,7 @@ Eq. 7-8   cell_loss        L_MVCL = mean_m -log e(f_m) / [e(f_m) + sum e(u)]  p_
 Eq. 9     align_loss       L_FDA = -log e_0 / [e_0 + ... + e_6]               a seventh of a batch
 Sec. 2.2  draw_task, mask_words, mask_cells; Negatives rewrites captions
 Sec. 2.3  causal_mask, IDC.finetune, IDC.generate
-Sec. 2.4  IDC.birds, class_loss, contrast_loss, same_class_loss
+Sec. 2.4  IDC.birds, contrast_loss, same_class_loss
 Sec. 3.1  judge_loss       L = L_MLM + w_judge L_judge                        w_judge 1
 m is a masked word or cell, f_m the cell's feature, p_m predicts f_m, u is an unmasked feature.
 
@@ -101,7 +101,7 @@ class Config(RunConfig):
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"init", "cub", "nabirds"}
     RANGES = RunConfig.RANGES | {"pretrain_batch": (1, math.inf)}
 
-    init: str = ""  # checkpoint to start from, of the same --nabirds; --pretrain_steps 0 only tunes
+    init: str = ""  # checkpoint to start from; with --pretrain_steps 0, it is only fine-tuned
     dim: int = 512  # width D
     ffn: int = 2048  # width of the feed-forward layers
     heads: int = 8  # heads of every attention
@@ -141,6 +141,10 @@ class Config(RunConfig):
 # ---- modules -------------------------------------------------------------------------------------
 
 
+# The parts of a sequence. They begin with [IMG1], [IMG2] and [CLS], and each has a type.
+IMAGE_1, IMAGE_2, TEXT = range(3)
+
+
 class Embedding(nn.Module):
     """Eq. 1-3: y = Dropout(LN(x + type + position)) for words, cells and special tokens, which
     share one LayerNorm and one table of types.
@@ -148,20 +152,19 @@ class Embedding(nn.Module):
     As released, words are multiplied by sqrt(D), and special tokens have no position. In the paper,
     every token has a position (section 2.1)."""
 
-    # The parts of the sequence, which begin with [IMG1], [IMG2] and [CLS]. Each part has a type.
-    IMAGE_1 = 0
-    IMAGE_2 = 1
-    TEXT = 2
-    # Three special tokens and three types; ReleasedEmbedding has other numbers.
-    SPECIAL_TOKENS = 3
-    TYPES = 3
-    FIRST_TYPE = 0  # the type of image 1's cells
-
-    def __init__(self, cfg: Config, vocab_size: int, channels: int, positions: int):
+    def __init__(
+        self,
+        cfg: Config,
+        vocab_size: int,
+        channels: int,
+        positions: int,
+        special_tokens: int = 3,
+        types: int = 3,
+    ):
         super().__init__()
-        self.mask_id = vocab_size  # the id of [MASK]; those of [IMG1], [IMG2] and [CLS] follow
-        self.table = nn.Embedding(vocab_size + 1 + self.SPECIAL_TOKENS, cfg.dim)
-        self.types = nn.Embedding(self.TYPES, cfg.dim)
+        self.mask_id = vocab_size  # the id of [MASK]; those of the special tokens follow
+        self.table = nn.Embedding(vocab_size + 1 + special_tokens, cfg.dim)
+        self.types = nn.Embedding(types, cfg.dim)
         self.project = nn.Linear(channels, cfg.dim)
         self.norm = nn.LayerNorm(cfg.dim, eps=1e-12)
         self.dropout = nn.Dropout(cfg.dropout)
@@ -170,32 +173,38 @@ class Embedding(nn.Module):
 
     def image(self, features: Tensor, part: int) -> Tensor:
         """Features (B, C, H, W) -> [IMG1] or [IMG2], then the cells (B, 1 + N, D)."""
-        x = self.cells(features)
-        x = x + self.types.weight[self.FIRST_TYPE + part] + self.position[: x.shape[1]]
-        y = self.dropout(self.norm(x))  # Eq. 2-3
-        return torch.cat([self.special(part, y.shape[0]), y], 1)
+        cells = self.finish(self.cells(features), part)  # Eq. 2-3
+        return torch.cat([self.special(part, len(cells)), cells], 1)
 
     def text(self, ids: Tensor) -> Tensor:
         """(B, L) -> [CLS], then the words (B, 1 + L, D)."""
-        return torch.cat([self.special(self.TEXT, ids.shape[0]), self.words(ids)], 1)  # Eq. 1
-
-    def special(self, part: int, count: int) -> Tensor:
-        """The part's [IMG1], [IMG2] or [CLS], `count` times -> (count, 1, D)."""
-        x = self.table.weight[self.mask_id + 1 + part] + self.types.weight[part]
-        y = self.norm(x).expand(count, 1, -1)
-        return self.dropout(y)  # Eq. 1-3
+        return torch.cat([self.special(TEXT, len(ids)), self.words(ids)], 1)  # Eq. 1
 
     def words(self, ids: Tensor, first: int = 0) -> Tensor:
         """(B, L) ids at positions first, first + 1, ... -> (B, L, D)."""
-        end = first + ids.shape[1]
-        assert end <= self.position.shape[0], "a caption is longer than the table of positions"
-        x = self.scale * self.table(ids) + self.types.weight[self.FIRST_TYPE + self.TEXT]
-        x = x + self.position[first:end]
-        return self.dropout(self.norm(x))  # Eq. 1
+        assert first + ids.shape[1] <= len(self.position), "a caption has too many words"
+        return self.finish(self.scale * self.table(ids), TEXT, first)  # Eq. 1
 
-    def cells(self, features: Tensor) -> Tensor:
+    def finish(self, x: Tensor, part: int, first: int = 0) -> Tensor:
+        """Words or cells (B, T, D) -> the same, with type and position (B, T, D)."""
+        x = x + self.type_of(part) + self.position[first : first + x.shape[1]]
+        return self.dropout(self.norm(x))
+
+    def special(self, part: int, count: int) -> Tensor:
+        """The part's [IMG1], [IMG2] or [CLS], `count` times -> (count, 1, D)."""
+        x = self.table.weight[self.special_id(part)] + self.types.weight[part]
+        y = self.norm(x).expand(count, 1, -1)
+        return self.dropout(y)  # Eq. 1-3
+
+    def cells(self, features: Tensor) -> Tensor:  # ReleasedEmbedding differs from here on
         """(B, C, H, W) -> (B, N, D), n = row * W + column."""
         return self.project(features.flatten(2).transpose(1, 2))
+
+    def type_of(self, part: int) -> Tensor:
+        return self.types.weight[part]
+
+    def special_id(self, part: int) -> int:
+        return self.mask_id + 1 + part
 
 
 class Block(nn.Module):
@@ -287,12 +296,12 @@ def marked(places: Tensor, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.bool, device=places.device).index_fill(0, places, True)
 
 
-def causal_mask(images: int, length: int, asked: int, device) -> Tensor:
-    """Section 2.3: which token sees which in fine-tuning. The sequence begins with the tokens of
-    both images (v; as many as `images` says), which see only each other. Each of `length` tokens,
-    [CLS] and words, sees the images, the tokens before it and itself. Then come `asked` [MASK]s,
-    one for each of the last words: it sees what that word sees, and itself, as in decoding.
-    -> bool (T, T), T = images + length + asked, True where the row's token sees the column's.
+def causal_mask(visual: int, length: int, asked: int, device) -> Tensor:
+    """Section 2.3: which token sees which in fine-tuning. The sequence begins with `visual` tokens
+    of both images (v), which see only each other. Each of `length` tokens, [CLS] and words, sees
+    the images, the tokens before it and itself. Then come `asked` [MASK]s, one for each of the last
+    words: it sees what that word sees, and itself, as in decoding.
+    -> bool (T, T), T = visual + length + asked, True where the row's token sees the column's.
 
     With length = 3 and asked = 2, where w0 is START and m1, after w0, predicts w1:
 
@@ -304,13 +313,13 @@ def causal_mask(images: int, length: int, asked: int, device) -> Tensor:
         m1      x |   x    x      | x
         m2      x |   x    x   x  |     x
 
-    That images do not see the text is as released. The paper says that "the attention on the visual
-    side does not change", but then a word would learn about later words through the images."""
+    As released, images do not see the text. In the paper, "the attention on the visual side does
+    not change". Then, through the images, a word would see later words, the judge the caption."""
     text = torch.arange(length, device=device)
-    before_text = torch.full((images,), -1, device=device)
+    before_text = torch.full((visual,), -1, device=device)
     place = torch.cat([before_text, text, text[length - asked :]])
     seen = place[:, None] >= place
-    seen[:, images + length :] = False  # no token sees a [MASK], ...
+    seen[:, visual + length :] = False  # no token sees a [MASK], ...
     return seen | torch.eye(len(place), dtype=torch.bool, device=device)  # ... but each sees itself
 
 
@@ -318,12 +327,13 @@ def causal_mask(images: int, length: int, asked: int, device) -> Tensor:
 
 
 def word_loss(logits: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """Eq. 6, L_MLM: the cross-entropy of masked words. logits (..., V), target (...), which is NULL
-    where no word is asked for."""
+    """Eq. 6, L_MLM: the cross-entropy of masked words. logits (..., V), target (...), NULL where a
+    position has no loss."""
     logits = logits.flatten(0, -2)
     total = F.cross_entropy(logits, target.flatten(), ignore_index=NULL, reduction="sum")  # Eq. 6
-    count = {"mean": (target != NULL).sum().clamp(min=1), "sum": 1}
-    return total / count[reduction]
+    if reduction == "sum":
+        return total
+    return total / (target != NULL).sum().clamp(min=1)
 
 
 def cell_loss(predicted: Tensor, features: Tensor, masked: Tensor, tau: float) -> Tensor:
@@ -357,8 +367,8 @@ def align_loss(image: Tensor, text: Tensor, tau: float) -> Tensor:
 
         -log e_0 / [e_0 + ... + e_6], e_j = exp(cos(g_j, c_j) / tau).
 
-    Each of the seven is read together with the images, in a sequence of its own, which ends as
-    image (g, the mean of [IMG1] and [IMG2]) and text (c, its [CLS]), both (B, 7, D).
+    Each of the seven is read together with the images, in a sequence of its own. What E makes of
+    it: image (g, the mean of [IMG1] and [IMG2]) and text (c, [CLS]), both (B, 7, D).
 
     Example, tau = 1: images (1, 0), caption (1, 0), six rewrites (0, 1). The cosines are 1 and six
     times 0, so the loss is -ln e / (e + 6) = 1.165. At tau = 0.1 it would be 0.0003."""
@@ -370,11 +380,6 @@ def align_loss(image: Tensor, text: Tensor, tau: float) -> Tensor:
 def judge_loss(logits: Tensor, changed: Tensor, reduction: str = "mean") -> Tensor:
     """Section 3.1, L_judge: is a pair changed or a distractor? logits (B, 2), changed (B,) bool."""
     return F.cross_entropy(logits, changed.long(), reduction=reduction)
-
-
-def class_loss(logits: Tensor, classes: Tensor) -> Tensor:
-    """Section 2.4: which class is each single image? logits (2B, classes), classes (2B,)."""
-    return F.cross_entropy(logits, classes)
 
 
 def contrast_loss(x: Tensor, classes: Tensor, margin: float = 0.4) -> Tensor:
@@ -408,8 +413,7 @@ def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
 
 # ---- method --------------------------------------------------------------------------------------
 
-# The tasks of pre-training on captioned pairs. Each is a method of IDC, and a field of Config holds
-# its share.
+# The tasks of pre-training on captioned pairs: methods of IDC, and fields of Config (their shares).
 TASKS = ("mlm", "mvcl", "fda")
 BIRD_CLASSES = 555  # of NABirds
 REWRITES = 6  # rewritten captions of a pair
@@ -451,7 +455,7 @@ class IDC(nn.Module):
         method of this name, which gets the inputs. torch.compile makes a graph for each task.
 
         Values at the start, with the paper's sizes, 16 pairs and 76 ids, and what it means if a
-        loss does not fall. Some start above a guess, as no LayerNorm precedes the heads.
+        loss does not fall. Some start above that of a guess, as no LayerNorm precedes the heads.
             caption, mlm  6 to 9; they fall even if images are ignored, so look at the scores
             judge         0.6 to 5; at ln 2 = 0.69 it guesses: the images are not compared
             mvcl          7.3 = ln 1457, the cells to choose from; if it stays, tau_mvcl is too
@@ -475,12 +479,12 @@ class IDC(nn.Module):
         Without a second image, only [IMG2] remains of it, (B, 1, D). (The paper pads that image
         with zeros which no token sees. The released code passes [IMG2] directly to E_p.)"""
         assert before.shape[1:] == self.grid, f"{self.grid} expected, {before.shape} found"
-        v_1 = self.embed.image(before, Embedding.IMAGE_1)  # Eq. 2
+        v_1 = self.embed.image(before, IMAGE_1)  # Eq. 2
         if after is None:
-            v_2 = self.embed.special(Embedding.IMAGE_2, before.shape[0])
+            v_2 = self.embed.special(IMAGE_2, before.shape[0])
         else:
             assert after.shape == before.shape, f"{before.shape} expected, {after.shape} found"
-            v_2 = self.embed.image(after, Embedding.IMAGE_2)  # Eq. 3
+            v_2 = self.embed.image(after, IMAGE_2)  # Eq. 3
         return self.single(v_1), self.single(v_2)
 
     def image_tokens(self, visual: Tensor) -> Tensor:
@@ -490,20 +494,21 @@ class IDC(nn.Module):
     def joint(self, visual: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Eq. 5 in pre-training, where every token sees all tokens except padding. visual (B, S, D)
         of Eq. 4, ids (B, L) -> visual (B, S, D); text (B, 1 + L, D), [CLS] first."""
-        count = visual.shape[1]
+        start = visual.shape[1]  # of the text
         seen = (ids != NULL) | self.cfg.see_padding
-        seen = F.pad(seen, (count + 1, 0), value=True)  # images and [CLS] are seen, too
+        seen = F.pad(seen, (start + 1, 0), value=True)  # images and [CLS] are seen, too
         x = torch.cat([visual, self.embed.text(ids)], 1)
         x = self.cross(x, seen[:, None, None])  # Eq. 5
-        return x[:, :count], x[:, count:]
+        return x[:, :start], x[:, start:]
 
-    def causal(self, visual: Tensor, ids: Tensor, asked: int = 0) -> tuple[Tensor, Tensor]:
-        """Eq. 5 in fine-tuning and decoding, where causal_mask says which token sees which. visual
-        (B, S, D) of Eq. 4, ids (B, K) -> visual (B, S, D); text, the rest of causal_sequence."""
-        count = visual.shape[1]
+    def causal(self, visual: Tensor, ids: Tensor, asked: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Eq. 5 in fine-tuning and decoding, on causal_sequence. visual (B, S, D) of Eq. 4, ids
+        (B, K) -> visual (B, S, D), words (B, K, D) and [MASK]s (B, asked, D)."""
         x, mask = self.causal_sequence(visual, ids, asked)
         x = self.cross(x, mask)  # Eq. 5
-        return x[:, :count], x[:, count:]
+        end = x.shape[1] - asked  # of the words
+        words = x[:, end - ids.shape[1] : end]
+        return x[:, : visual.shape[1]], words, x[:, end:]
 
     def causal_sequence(self, visual: Tensor, ids: Tensor, asked: int) -> tuple[Tensor, Tensor]:
         """-> the tokens (B, T, D) of images, [CLS] (if finetune_cls), words, and a [MASK] for each
@@ -555,7 +560,7 @@ class IDC(nn.Module):
         shown = images.masked_fill(is_masked, 0)
         visual = self.encode(*shown.unbind(1))  # Eq. 4
         visual, _ = self.joint(visual, caption)  # Eq. 5
-        # Each part is [IMG1] or [IMG2] and the image's cells. A single image has no second cells.
+        # Each part is [IMG1] or [IMG2] and the image's cells. Beside a single image, it is [IMG2].
         cells = torch.cat([part[:, 1:] for part in visual.split(1 + self.cells, 1)], 1)
         # As released, the projection's weights, transposed, map back to features.
         predicted = self.cell_head(cells) @ self.embed.project.weight + self.cell_bias
@@ -566,7 +571,7 @@ class IDC(nn.Module):
         self, before: Tensor, after: Tensor | None, caption: Tensor, rewritten: Tensor
     ) -> dict[str, Tensor]:
         """Eq. 9: tell captions (B, L) from six rewrites of each, so that details have to be
-        compared. rewritten (B', 6, L) may be of the first B' pairs alone."""
+        compared. Only the first B' pairs are used, as many as there are in rewritten (B', 6, L)."""
         count = rewritten.shape[0]
         after = None if after is None else after[:count]
         visual = self.encode(before[:count], after)  # Eq. 4
@@ -585,7 +590,7 @@ class IDC(nn.Module):
         pair = self.image_tokens(visual).flatten(1)  # (B, 2D)
         class_of = classes.T.flatten()  # (2B,)
         return {
-            "class": class_loss(self.classify(alone), class_of),
+            "class": F.cross_entropy(self.classify(alone), class_of),
             "contrast": contrast_loss(alone, class_of),
             "same_class": same_class_loss(self.same_class(pair), classes),
         }
@@ -598,19 +603,17 @@ class IDC(nn.Module):
         """Captions (B, L) -> L_MLM, in which a word sees only earlier words. Given `changed`, bool
         (B,), False for distractors, also L_judge.
 
-        [ours] Each word is predicted from a [MASK] in its place, as decoding does. In the paper and
-        the released code (finetune_targets="masked"), 15 % of the words are masked and predicted.
-        docs/results.md compares the two."""
+        [ours] Each word is predicted from a [MASK] in its place, as decoding does. The paper and
+        the released code (finetune_targets="masked") mask 15 % of the words, and predict these."""
         cfg = self.cfg
         visual = self.encode(before, after)  # Eq. 4
         if cfg.finetune_targets == "every":
             ids = caption[:, :-1]
             target = caption[:, 1:]
-            visual, text = self.causal(visual, ids, asked=ids.shape[1])
+            visual, _, text = self.causal(visual, ids, asked=ids.shape[1])
         elif cfg.finetune_targets == "masked":
             ids, target = self.mask(caption)
-            visual, text = self.causal(visual, ids)
-        text = text[:, -target.shape[1] :]  # the [MASK]s that follow the words, or all words
+            visual, text, _ = self.causal(visual, ids)
         losses = {"caption": word_loss(self.head(text), target, cfg.reduction)}  # Eq. 6
         if changed is not None:
             logits = self.judge(self.image_tokens(visual).flatten(1))  # section 3.1
@@ -625,8 +628,8 @@ class IDC(nn.Module):
         visual = self.encode(before, after)
 
         def next_word(ids: Tensor) -> Tensor:
-            _, text = self.causal(visual, ids, asked=1)
-            return self.head(text[:, -1])
+            _, _, masks = self.causal(visual, ids, asked=1)
+            return self.head(masks[:, 0])
 
         return decode(next_word, before.shape[0], self.max_len, before.device)
 
@@ -769,16 +772,15 @@ def compute_losses(
 
 
 def mean_losses(model: IDC, cfg: Config, task: str, inputs: list) -> dict[str, Tensor]:
-    """The losses of one step, each a mean over the batches, and their total. inputs: what the task
-    gets for each batch.
+    """A step's losses, means over its batches, and their total. inputs: what the task gets of each.
 
     [ours] Changed and distractor pairs stay separate because they share their "before" images. A
     joint contrastive loss would treat an image as its own negative. (The released code has one
     mixed batch. So with reduction="sum", the mean over the two is half of the released sum.)"""
     losses: dict[str, Tensor] = {}
-    for batch in inputs:
+    for of_batch in inputs:
         with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.on_cuda):
-            terms = model(*batch, task=task)
+            terms = model(*of_batch, task=task)
         for name, term in terms.items():
             losses[name] = losses.get(name, 0) + term / len(inputs)
     losses["total"] = total_loss(losses, cfg)
@@ -851,7 +853,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
                 break
             optimizer.param_groups[0]["lr"] = rate(cfg, stage, run.step - first)
             task = draw_task(cfg, stage, run.step)
-            if task == "birds":  # which leaves the step's pairs unused
+            if task == "birds":  # the step's captioned pairs are not used
                 losses = mean_losses(model, cfg, task, [birds.batch(cfg.device)])
             else:
                 losses = compute_losses(model, batches, cfg, task, rewrites.get(stage))
@@ -946,7 +948,7 @@ for _kind, _entries in KINDS.items():
 class Negatives:
     """Section "FDA": six rewritten captions of every training pair, made by `rewrite` and kept in a
     file. Its name has a hash of all captions, because rewrites that were made from other captions
-    could be true of a pair. (The authors offer theirs on a drive, which we have not seen.)"""
+    could be true of a pair. (We have not seen those that the authors offer on a drive.)"""
 
     def __init__(self, dataset):
         from support.files import write_text
@@ -1308,21 +1310,18 @@ class ReleasedEmbedding(Embedding):
     follows the linear layer. Positions are doubled_sinusoid's. (Section 2.1 has three special
     tokens, three types, and the positions of Vaswani et al.)"""
 
-    SPECIAL_TOKENS = 1
-    TYPES = 6
-    FIRST_TYPE = 3  # after those of [IMG1], [IMG2] and [CLS]
-
     def __init__(self, cfg: Config, vocab_size: int, channels: int, positions: int):
-        super().__init__(cfg, vocab_size, channels, positions)
+        super().__init__(cfg, vocab_size, channels, positions, special_tokens=1, types=6)
         self.position = doubled_sinusoid(positions, cfg.dim)
-
-    def special(self, part: int, count: int) -> Tensor:
-        x = self.table.weight[self.mask_id + 1] + self.types.weight[part]
-        y = self.norm(x).expand(count, 1, -1)
-        return self.dropout(y)
 
     def cells(self, features: Tensor) -> Tensor:
         return super().cells(features).sigmoid()
+
+    def type_of(self, part: int) -> Tensor:
+        return self.types.weight[3 + part]  # the first three are those of the special tokens
+
+    def special_id(self, part: int) -> int:
+        return self.mask_id + 1
 
 
 def doubled_sinusoid(length: int, dim: int) -> Tensor:

@@ -30,9 +30,9 @@ Terms. A changed pair shows a change. In a distractor pair, only camera and ligh
 Read first: GlobalDifference, DistillingBlock, Distilling, Fusion, alignment_loss, RDD.encode and
 RDD.forward. Skip at first: Decoder, attention_map, section "phrases", and spaCy's patterns.
 
-MHCA(x, y) is attention from x to y, and MHSA(x) is MHCA(x, x). Here R is the paper's number N of
-passes, and F_o is its F_c in Eq. 11-12. `source` is F_c^i, `vectors` are F_object^i or F_action^i,
-and `fused` is F~_diff. [ours] marks what the paper leaves open, and our additions.
+MHCA(x, y) is attention from x to y, MHSA(x) is MHCA(x, x), and R is the paper's number N of passes.
+`source` is F_c^i or, for actions, the object vectors; `vectors` are F_object^i or F_action^i, and
+`fused` is F~_diff. [ours] marks what the paper leaves open, and our additions.
 Equation  where             as printed                                   [ours]
 Eq. 1     ImageEmbedding    F_x = encoder(I_x) + PE(x), x = bef, aft     encoder = conv(features)
 Eq. 2     RDD.encode        F_diff = F_bef - F_aft
@@ -46,14 +46,14 @@ Eq. 9     Fusion            F~_diff = MF(F_c; F_object^R; F_action^R)    LN, ReL
 Eq. 10    alignment_loss    F_o = mean of F_o^R over vectors             (o = object, action)
 Eq. 11    alignment_loss    L_lo = -1/B sum_a log softmax_b(S)_aa,       equal phrases are no
                             S_ab = cos(F_l of a, F_o of b) / tau         negatives
-Eq. 12    alignment_loss    L_ol: the same of S^T                        (l = noun, verb)
+Eq. 12    alignment_loss    L_ol: the same, with S^T in place of S       (l = noun, verb)
 Eq. 13    alignment_loss    L_N2O or L_V2A = (L_lo + L_ol) / 2
 Eq. 14    Decoder.head      P = softmax(W hidden + b)
 Eq. 15    caption_loss      L_XE = -1/B sum over captions of 1/L sum over words of log P
 Eq. 16    total_loss        L = L_XE + lambda_1 L_N2O + lambda_2 L_V2A   (w_n2o, w_v2a)
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, L ids of a caption (START,
-words, END, padding), V of the vocabulary, K vectors (K_o, K_a), M tokens that they read, P vectors
-of a prompt, U different texts, T tokens of a text, d width of CLIP's text space.
+words, END, padding), V of the vocabulary, K vectors (K_o, K_a), M tokens attended to, P vectors of
+a prompt, U different texts, T tokens of a text, d width of CLIP's text space.
 
 To copy: this file and common.py; to train, also data.py, scores.py and support/.
 Licence: MIT. Written from the paper; its authors' repository (guishiron/ACR) holds no code.
@@ -96,7 +96,7 @@ class Config(RunConfig):
     heads: int = 8  # heads of every attention [ours]
     decoder_layers: int = 2  # decoder layers [ours]
     dropout: float = 0.1  # dropout probability [ours]
-    gde: bool = True  # Global Difference Extraction, Eq. 3-5; off: F_diff itself is the difference
+    gde: bool = True  # Global Difference Extraction, Eq. 3-5; off: F_c = F_diff
     order: Literal["none", "n", "v", "n+v", "v+n", "v&n"] = "n+v"  # n objects, v actions (Table 4)
     distil_steps: int = 3  # R, the paper's N: passes through a block in each distilling [ours]
     share_blocks: bool = True  # all passes use one block ("with the same parameters")
@@ -121,8 +121,8 @@ class ImageEmbedding(nn.Module):
     """Eq. 1: F_x = conv_1x1(features) + PE. (B, C, H, W) -> (B, N, D), cell n = row * W + column.
 
     [ours] A cell's position is the vector of its column followed by the vector of its row. Both
-    images have the same positions, so these cancel in Eq. 2. F_diff carries no places, and Eq. 4
-    finds cells of F_diff by what they contain (docs/tour.md, "Positions")."""
+    images have the same positions, so these cancel in Eq. 2. F_diff does not say where a cell is,
+    and Eq. 4 finds its cells by what they contain (docs/tour.md, "Positions")."""
 
     def __init__(self, cfg: Config, channels: int, height: int, width: int):
         super().__init__()
@@ -338,8 +338,6 @@ def encode_prompted(clip, tokens: Tensor, prompts: Tensor | None = None) -> Tens
     x = x + clip.positional_embedding[:size]
     x = clip.transformer(x, attn_mask=clip.attn_mask[:size, :size])
     x = clip.ln_final(x)[torch.arange(x.shape[0], device=x.device), ends]  # (U, width)
-    if isinstance(clip.text_projection, nn.Linear):
-        return clip.text_projection(x)
     return x @ clip.text_projection
 
 
@@ -427,7 +425,7 @@ def alignment_loss(vectors: Tensor, f_l: Tensor, valid: Tensor, same: Tensor, ta
     [ours] A pair without a phrase (valid (B,) is False) is not a negative, and it counts as 0 in
     the mean over B. Pairs with equal phrases (same (B, B)), which templates often make, are not
     negatives of each other. Phrases that differ but mean the same ("is gone", "is missing") remain
-    negatives, also those that say in different words that nothing changed.
+    negatives, also two ways to say that nothing changed.
 
     Example, tau = 1. The vectors (1, 1), (1, -1) of pair a have the mean (1, 0), and the vectors
     (1, 1), (-1, 1) of pair b have the mean (0, 1). Phrases (2, 0) of a and (0, 3) of b have cosine
@@ -502,7 +500,7 @@ class RDD(nn.Module):
             )
         # [ours] One prompt for all noun phrases and one for all verb phrases, as in CoOp. The paper
         # says that prompts "adaptively generate different prompts for different segments" and also
-        # cites CoCoOp, which makes a prompt for each input. We read this sentence less literally.
+        # cites CoCoOp, which makes a prompt for each input. We do not take this sentence literally.
         self.noun_prompt = None
         self.verb_prompt = None
         size = (cfg.prompt_tokens, cfg.clip_width)
@@ -516,7 +514,7 @@ class RDD(nn.Module):
     ) -> tuple[Tensor, Distilled | None, Distilled | None]:
         """Features (B, C, H, W) of both images -> fused tokens (B, N + K_o + K_a, D), first those
         of the N cells; objects and actions, or None. [ours] The decoder reads all tokens of Eq. 9,
-        although section "Caption Decoder" speaks of HW."""
+        although section "Caption Decoder" mentions only the HW cells."""
         # A batch of one would silently be broadcast.
         assert before.shape == after.shape, f"{before.shape} before, {after.shape} after"
         f_bef = self.embed(before)  # Eq. 1
@@ -526,31 +524,24 @@ class RDD(nn.Module):
         f_c = f_diff
         if self.difference:
             f_c = self.difference(f_bef, f_aft, f_diff)  # Eq. 3-5
-        if self.cfg.order == "n+v":
+        order = self.cfg.order
+        objects = None
+        actions = None
+        if order in ("n", "n+v", "v&n"):
             objects = self.objects(f_c)  # Eq. 6-8
+        if order == "n+v":
             actions = self.actions(objects.vectors)  # Eq. 6-8
-        else:
-            objects, actions = self.other_order(f_c)
+        if order in ("v", "v+n", "v&n"):
+            actions = self.actions(f_c)
+        if order == "v+n":
+            objects = self.objects(actions.vectors)
+        # F_c itself: what Eq. 6 makes of it stays inside of Distilling.
         tokens = [f_c]
         for distilled in (objects, actions):
             if distilled is not None:
                 tokens.append(distilled.vectors)
         fused = self.fuse(torch.cat(tokens, 1))  # Eq. 9
         return fused, objects, actions
-
-    def other_order(self, f_c: Tensor) -> tuple[Distilled | None, Distilled | None]:
-        """Distil objects and actions from F_c as in the other rows of Table 4."""
-        if self.cfg.order == "none":
-            return None, None
-        if self.cfg.order == "n":
-            return self.objects(f_c), None
-        if self.cfg.order == "v":
-            return None, self.actions(f_c)
-        if self.cfg.order == "v&n":
-            return self.objects(f_c), self.actions(f_c)
-        if self.cfg.order == "v+n":
-            actions = self.actions(f_c)
-            return self.objects(actions.vectors), actions
 
     def forward(
         self,
@@ -563,12 +554,10 @@ class RDD(nn.Module):
         """Features (B, C, H, W) of both images, caption (B, L), and phrases, with rows_of of these
         captions -> terms of Eq. 16.
 
-        On mini, with 67 ids and 32 pairs, "caption" is about 4.9 at the start, a little above ln 67
-        = 4.2, and "n2o" and "v2a" about 3.45, a little below ln 32 = 3.47, as pairs with equal
-        phrases are not negatives of each other. In 500 steps, caption falls to 0.6, n2o to 2.7 and
-        v2a to 2.9. If n2o or v2a stays where it was, the vectors do not tell the pairs of a batch
-        apart. If caption stops where it stops in a run with --blind (image features set to zero),
-        the decoder makes no use of the images."""
+        On mini, with 67 ids and 32 pairs, "caption" starts at about 4.9 (a guess has ln 67 = 4.2),
+        and falls to 0.6 in 500 steps; "n2o" and "v2a" start at 3.45 (ln 32 = 3.47), and fall to 2.7
+        and 2.9. If these stay where they were, vectors do not tell the pairs of a batch apart. If
+        "caption" ends as in a run with --blind, the decoder makes no use of the images."""
         cfg = self.cfg
         fused, objects, actions = self.encode(before, after)  # Eq. 1-9
         hidden, _ = self.decoder(caption, fused)
@@ -599,8 +588,8 @@ class RDD(nn.Module):
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Maps (B, H, W) by name; each sums to 1. "decoder": the last layer's attention, averaged
-        over heads and over the words of ids (B, L), with its softmax over the N cells only; 0
-        without words. "objects" and "actions": vector_attention, averaged over vectors."""
+        over heads and over the words of ids (B, L), with its softmax over the N cells only; 0 if
+        there are no words. "objects", "actions": vector_attention, averaged over vectors."""
         _, height, width = self.grid
         fused, objects, actions = self.encode(before, after)
         cells = fused[:, : height * width]
@@ -624,7 +613,8 @@ class RDD(nn.Module):
             weights["objects"] = self.objects.attention(objects)
         if actions is not None:
             weights["actions"] = self.actions.attention(actions)
-        # Vectors that read the other ones look where those look: (B, K, M) (B, M, N) -> (B, K, N).
+        # Vectors that attend to the other ones look where those look: weights are multiplied,
+        # (B, K, M) (B, M, N) -> (B, K, N).
         if self.cfg.order == "n+v":
             weights["actions"] = weights["actions"] @ weights["objects"]
         if self.cfg.order == "v+n":

@@ -5,7 +5,7 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids, a vocabular
     before, after (1024, 14, 14) each               In training only:
        v  embed, Eq. 1
     x_bef, x_aft (196, 512) each
-       v  cross_view, twice, Eq. 5-6  . . . . . . > q_bef, k_aft, q_aft, k_bef (196, 512) each
+       v  cross_view, twice, Eq. 5-6  . . . . . . > the first one's q_bef, k_aft, q_aft, k_bef
     new_bef, new_aft (196, 512) each                   v  match, Eq. 2-3, in a batch of B pairs
        v  fuse, Eq. 7                               bef_to_aft, aft_to_bef (B, B)
     difference (196, 512) and caption (24 ids)         v  match_loss, Eq. 4
@@ -15,14 +15,14 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids, a vocabular
     logits (24, 76)                                 x_hat (196, 512)
        v  caption_loss, Eq. 12                         v  its match with x_aft, cbr_loss, Eq. 11
     L_cap                                           L_cm
-Gradients: nothing is detached. L_cap trains encoder and decoder, L_cm these but for `head`, and
-CBR. L_cv trains embed and the first layer's q and k.
+Gradients: nothing is detached. L_cap trains encoder and decoder, L_cm these without `head`, and
+CBR. L_cv trains embed, and queries and keys of the first layer. Both learn a scale of their own.
 
-Idea. (1) When the camera moves, all features change, so a bare difference shows much besides the
-change. A contrastive loss teaches each image to find its partner in the batch by features that
-ignore the camera. (2) Cross-attention, whose queries and keys this loss compares, adds to each
-image what it shares with the other one. The paper calls this "reconstruction"; no loss compares the
-two. (3) "Before" and a good sentence should be enough to imagine "after": a second such loss.
+Idea. (1) When the camera moves, all features change, so subtracting one image from the other shows
+much more than the change. A contrastive loss teaches each image to find its partner in the batch by
+features that ignore the camera. (2) Cross-attention, whose queries and keys this loss compares,
+adds to each image what it shares with the other one. The paper calls this "reconstruction", but no
+loss asks for it. (3) "Before" and a good sentence should suffice to imagine "after": a second loss.
 
 Terms. A changed pair shows a scene before and after a change. In a distractor pair, only camera and
 light differ, and its caption says that nothing changed. In CLEVR-Change and mini, a scene has one
@@ -32,9 +32,9 @@ anew in each epoch, "before" and the distractor picture change places (as releas
 Read first: CrossView, match_by_definition, BackwardReasoning, match_loss, cbr_loss, SCORER.encode,
 .forward and .cbr. Skip at first: DecoderLayer, Decoder, attention_map, all that follows SCORER.
 
-Our copy of the paper has lost its formulas. These are reconstructed from its text and the released
-code, and were not compared with the printed ones. "As released" is what only that code says; [ours]
-is what neither says. RELEASED, after the class, lists where the code contradicts the text.
+Our copy of the paper lacks the formulas. These are reconstructed from its text and the released
+code, and were not compared with the printed ones. "As released" marks what only that code says,
+[ours] what neither says. RELEASED, after the class, lists where the code contradicts the text.
 Equation  where              from the text                                  as released, or [ours]
 InfoNCE   common.info_nce    nce(S) = -1/B sum_a log(exp S_aa / sum_b exp S_ab)
 Eq. 1     ImageEmbedding     X = conv(features) + position
@@ -149,7 +149,7 @@ class CrossView(nn.Module):
 
     In Eq. 6 the paper adds where others subtract, to keep what a caption may name beside the change
     ("left of the cube"). The attention can learn to flip the sign of its output, by negating
-    `value`, so adding and subtracting differ only in their initial weights."""
+    `value`. So adding and subtracting are the same model, but for its initial weights."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -185,11 +185,11 @@ def match_by_definition(q: Tensor, k: Tensor, heads: int) -> Tensor:
 
 class Match(nn.Module):
     """Eq. 2-3, divided by tau: the similarity of every image a to every image b.
-    q (A, N, D), k (B, M, D) -> (A, B).
+    q (A, N, D), k (B, M, D) -> (A, B). As released, cells are not normalised, and 1 / tau is a
+    learned scale, which starts at e.
 
     "mtm" is match_by_definition, and "tm" the same with a single head. "mean" and "max" (Fig. 3)
-    pool the cells first; that these are q and k is [ours]. As released, the cells are not
-    normalised, and a learned scale, at first e, replaces 1 / tau."""
+    pool the cells first, [ours] those of q and k."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -198,7 +198,7 @@ class Match(nn.Module):
         self.log_scale = nn.Parameter(torch.ones(()))
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        # Scores of different images differ by far less than their size, which bfloat16 rounds away.
+        # Scores are large and differ by little, so rounding to bfloat16 would make them equal.
         with torch.autocast(q.device.type, enabled=False):
             if self.matching == "mtm":
                 score = token_match(q, k, self.heads)  # Eq. 3
@@ -226,22 +226,22 @@ class Fusion(nn.Module):
         self.project = nn.Linear(width, cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
 
-    def forward(self, x_bef: Tensor, x_aft: Tensor) -> Tensor:
+    def forward(self, new_bef: Tensor, new_aft: Tensor) -> Tensor:
         if self.mode == "cat":
-            x = torch.cat([x_bef, x_aft], -1)  # (B, N, 2D)
+            x = torch.cat([new_bef, new_aft], -1)  # (B, N, 2D)
         elif self.mode == "sum":
-            x = x_bef + x_aft
+            x = new_bef + new_aft
         elif self.mode == "hadamard":
-            x = x_bef * x_aft
+            x = new_bef * new_aft
         elif self.mode == "subtract":
-            x = x_bef - x_aft
+            x = new_bef - new_aft
         return F.relu(self.dropout(self.project(x)))  # Eq. 7
 
 
 class DecoderLayer(nn.Module):
     """A post-norm layer of the decoder: words attend to earlier words and then to the difference,
-    and a feed-forward network follows. x (B, L, D), difference (B, N, D) -> the new x, and the
-    words with which it attended to the difference (for attention maps), both (B, L, D).
+    and a feed-forward network follows. x (B, L, D), difference (B, N, D) -> the new x and, for
+    attention maps, the words as they attend to the difference, both (B, L, D).
 
     Unlike in the standard layer, attention has no output projection and no dropout after it, and
     the feed-forward network has width D and GELU. All this follows the released code, as does eps
@@ -260,12 +260,11 @@ class DecoderLayer(nn.Module):
         self.ffn_residual = cfg.ffn_residual
 
     def forward(self, x: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
-        x1 = self.norm1(x + self.self_attention(x, x, causal=True))
-        x2 = self.norm2(x1 + self.cross_attention(x1, difference))
-        inner = F.gelu(self.widen(x2))
-        residual = {"input": x2, "activation": inner}[self.ffn_residual]
-        x3 = self.norm3(residual + self.dropout(self.output(inner)))
-        return x3, x1
+        words = self.norm1(x + self.self_attention(x, x, causal=True))
+        seen = self.norm2(words + self.cross_attention(words, difference))
+        inner = F.gelu(self.widen(seen))
+        residual = {"input": seen, "activation": inner}[self.ffn_residual]
+        return self.norm3(residual + self.dropout(self.output(inner))), words
 
 
 class Decoder(nn.Module):
@@ -298,8 +297,8 @@ class Decoder(nn.Module):
                 nn.init.zeros_(m.bias)
 
     def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
-        """ids (B, L), difference (B, N, D) -> hidden states, and the words with which the last
-        layer attended to the difference, both (B, L, D)."""
+        """ids (B, L), difference (B, N, D) -> hidden states, and the words as they attend to the
+        difference in the last layer, both (B, L, D)."""
         x = self.embed(ids) + self.position[: ids.shape[1]]
         x = self.norm(self.dropout(self.project(x)))  # as released
         for layer in self.layers:
@@ -308,11 +307,10 @@ class Decoder(nn.Module):
 
 
 class BackwardReasoning(nn.Module):
-    """Eq. 9-11: X_hat = W_2 MHSA(W_1 [X_bef ; s]), the "hallucination", is what "after" should look
-    like, given "before" and a sentence s, which is appended to every cell.
+    """Eq. 9-10: X_hat = W_2 MHSA(W_1 [X_bef ; s]), the "hallucination", is what "after" should look
+    like, given "before" and a sentence s (at every cell). X_bef (B, N, D), s (B, D) -> X_hat.
 
-    X_bef, X_aft (B, N, D), s (B, D) -> R (B, B), the similarity of each X_hat to each X_aft. W_2
-    and the projections that are matched follow the released code. So does the attention, with an
+    W_2 and the projections in `similarity` follow the released code. So does the attention, with an
     output projection, but without biases, dropout, residual and LayerNorm. It is PyTorch's module,
     which also has the released code's initial weights."""
 
@@ -325,12 +323,15 @@ class BackwardReasoning(nn.Module):
         self.query = nn.Linear(cfg.dim, cfg.dim)
         self.key = nn.Linear(cfg.dim, cfg.dim)
 
-    def forward(self, x_bef: Tensor, sentence: Tensor, x_aft: Tensor) -> Tensor:
+    def forward(self, x_bef: Tensor, sentence: Tensor) -> Tensor:
         at_every_cell = sentence[:, None].expand(-1, x_bef.shape[1], -1)  # (B, N, D)
         x = self.join(torch.cat([x_bef, at_every_cell], -1))  # Eq. 9
         attended, _ = self.attention(x, x, x, need_weights=False)  # Eq. 10
-        x_hat = self.output(attended)  # (B, N, D)
-        return self.match(self.query(x_hat), self.key(x_aft))  # R of Eq. 11
+        return self.output(attended)
+
+    def similarity(self, x_hat: Tensor, x_aft: Tensor) -> Tensor:
+        """(B, N, D) each -> R of Eq. 11 (B, B), the similarity of each X_hat to each X_aft."""
+        return self.match(self.query(x_hat), self.key(x_aft))
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -360,7 +361,7 @@ def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
     logits (B, L, V) at words 0 ... L-1, caption (B, L) padded with NULL.
 
     By hand: two words with probabilities 1/2 and 1/4 -> (ln 2 + ln 4) / 2 = 1.04."""
-    # A mean over all real words of the batch, as released.
+    # As released, this is a mean over all tokens of the batch that are not padding.
     predicted = logits[:, :-1].flatten(0, 1)
     target = caption[:, 1:].flatten()
     return F.cross_entropy(predicted, target, ignore_index=NULL)  # Eq. 12
@@ -419,7 +420,7 @@ class SCORER(nn.Module):
 
         At the start, with CLEVR-Change's sizes, "caption" is about 5 (--variant released: 4.4), and
         a guess among all words has ln 76 = 4.3. "match" and "cbr" are ln B, a guess among the
-        images of a batch. On mini, "match" falls within 100 steps, and "cbr" after it."""
+        images of a batch; "match" falls first."""
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft, queries_and_keys = self.encode(before, after)  # Eq. 1, 5-7
@@ -446,7 +447,8 @@ class SCORER(nn.Module):
         sentence = masked_mean(hidden, valid)  # (B, D), section 3.4
         if self.cfg.sentence_mean == "max_len":
             sentence = sentence * valid.sum(1, keepdim=True) / self.max_len
-        hat_to_aft = self.reasoning(x_bef, sentence, x_aft)  # R of Eq. 11, by Eq. 9-10
+        x_hat = self.reasoning(x_bef, sentence)  # Eq. 9-10
+        hat_to_aft = self.reasoning.similarity(x_hat, x_aft)  # R
         return cbr_loss(hat_to_aft)  # Eq. 11
 
     @torch.no_grad()
@@ -474,9 +476,9 @@ class SCORER(nn.Module):
         before the softmax."""
         difference, *_ = self.encode(before, after)
         _, words = self.decoder(ids, difference)
-        look = self.decoder.layers[-1].cross_attention
-        q, k, _ = look.project(words, difference)
-        weight = look.scores(q, k).softmax(-1).mean(1)  # (B, L, N)
+        attention = self.decoder.layers[-1].cross_attention
+        q, k, _ = attention.project(words, difference)
+        weight = attention.scores(q, k).softmax(-1).mean(1)  # (B, L, N)
         # Row t of the weights is from the state that predicts word t + 1.
         over_cells = masked_mean(weight[:, :-1], is_word(ids[:, 1:]))  # (B, N)
         return {"attention": over_cells.unflatten(1, self.grid[1:])}

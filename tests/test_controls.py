@@ -1,10 +1,11 @@
-"""Tests of controls.py and tour.py: measures on made-up models, and a page with pictures of models
-that are not trained."""
+"""Tests of controls.py, measures.py and tour.py: measures on made-up models, and a page with
+pictures of models that are not trained."""
 
 import json
 import sys
 
 import controls
+import measures
 import pytest
 import torch
 import tour
@@ -20,6 +21,7 @@ from support.run import preset
 
 RUNS = {
     "scorer-cbr": (scorer_cbr, scorer_cbr.SCORER, {}),
+    "scorer": (scorer_cbr, scorer_cbr.SCORER, {"w_cbr": 0.0}),
     "rr": (scorer_cbr, scorer_cbr.SCORER, {"w_match": 0.0, "w_cbr": 0.0}),
     "dirl-ccr": (dirl_ccr, dirl_ccr.DIRL, {}),
     "dirl-ccr-no-l-dirl": (dirl_ccr, dirl_ccr.DIRL, {"w_dirl": 0.0}),
@@ -29,6 +31,8 @@ RUNS = {
     "rdd-acr-no-residuals": (rdd_acr, rdd_acr.RDD, {"residual": False}),
     "cheers": (cheers, cheers.CHEERS, {}),
     "idc": (idc_pretrain, idc_pretrain.IDC, {}),
+    "idc-fda": (idc_pretrain, idc_pretrain.IDC, {"mvcl": 0, "fda": 1}),
+    "idc-fda-blind": (idc_pretrain, idc_pretrain.IDC, {"mvcl": 0, "fda": 1, "blind": True}),
 }
 
 
@@ -53,14 +57,14 @@ class Pairs:
 def test_channels_that_depend_on_the_place_alone_agree_between_strangers():
     place = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
     noise = 0.001 * Pairs.before.flatten(2).mT
-    told = noted(controls.tell_channels, "Y", lambda x: place + noise * (x.std() > 0), Pairs)
+    told = noted(measures.tell_channels, "Y", lambda x: place + noise * (x.std() > 0), Pairs)
     assert told['C_ii of Y, "after" of another pair'] > 0.99
     assert told["C_ii of Y, features set to 0"] > 0.99
     assert told["variance of Y that a cell's place explains, %"] > 99
 
 
 def test_channels_that_depend_on_the_pair_agree_with_their_own_image_alone():
-    told = noted(controls.tell_channels, "Y", lambda x: x.flatten(2).mT, Pairs)
+    told = noted(measures.tell_channels, "Y", lambda x: x.flatten(2).mT, Pairs)
     assert told["C_ii of Y"] > 0.99
     assert told["C_ii of Y without cells' means"] > 0.99
     assert abs(told['C_ii of Y, "after" of another pair']) < 0.1
@@ -69,16 +73,16 @@ def test_channels_that_depend_on_the_pair_agree_with_their_own_image_alone():
 
 def test_uniform_attention_is_in_the_box_by_chance():
     """A box of 12 x 8 pixels covers one cell and half of another, 1.5 of 64."""
-    inside = controls.covered([[8, 8, 12, 8], None])
+    inside = measures.covered([[8, 8, 12, 8], None])
     assert inside.sum(1).tolist() == [1.5, 0]
-    told = noted(controls.tell_inside, "x", torch.ones(2, 64), inside)
+    told = noted(measures.tell_inside, "x", torch.ones(2, 64), inside)
     share, by_chance = told["x in the changed object's box, %"]
     assert share == pytest.approx(100 * 0.75 / 64)
     assert by_chance == pytest.approx(share)
 
 
 def test_the_first_of_a_row_is_counted():
-    assert controls.share_of_first([torch.eye(4), torch.eye(4).roll(1, 0)]) == 50
+    assert measures.share_of_first([torch.eye(4), torch.eye(4).roll(1, 0)]) == 50
 
 
 def test_a_cell_of_a_table_is_a_mean_with_its_range():

@@ -9,20 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from controls import (
-    CELL,
-    GRID,
-    METHODS,
-    Test,
-    gates,
-    maps_of,
-    matching_of,
-    middle,
-    untrained,
-    validations,
-    y_of,
-)
+from controls import validations
 from matplotlib.patches import Rectangle
+from measures import CELL, GRID, METHODS, Test, gates, maps_of, matching_of, middle, untrained, y_of
 from results import ASSETS, finished
 
 import cheers

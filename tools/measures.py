@@ -1,0 +1,384 @@
+"""What the mechanisms of the five methods do on mini: the measures of tools/controls.py, from which
+tools/tour.py draws some. Not a test.
+
+If a measure says nothing else, it is a mean over the changed test pairs, and "another pair" is the
+next one of these. A measure calls tell(what is measured, value, the same without a model).
+"""
+
+import copy
+import math
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import cheers
+import data
+import dirl_ccr
+import idc_pretrain
+import rdd_acr
+import scorer_cbr
+import scores
+from common import END, NULL, START, masked_mean
+from matching import token_match
+from support import mini
+from support.captioner import Captioner
+from support.features import load_clip
+from support.text import read_captions
+
+GRID = 8  # cells of mini, from left to right and from top to bottom
+CELL = mini.SIDE // GRID  # pixels: the side of a cell
+
+# ---- pairs and models ----------------------------------------------------------------------------
+
+
+class Test:
+    """The changed test pairs of mini, and what is true of them. Features are (B, C, H, W)."""
+
+    def __init__(self, root: str):
+        self.dataset = data.load("mini", root)
+        scenes = self.dataset.scenes["test"]
+        self.pairs = [scene.pairs[0] for scene in scenes]
+        batch = self.dataset.batch(self.pairs).to("cpu")
+        self.before = batch.before
+        self.after = batch.after
+        self.caption = batch.caption
+        self.texts = batch.texts
+        self.images = batch.images
+        distractors = self.dataset.batch([scene.pairs[1] for scene in scenes]).to("cpu")
+        self.unchanged = distractors.after  # the unchanged picture of the same scene
+        self.boxes = [self.dataset.boxes[pair.id] for pair in self.pairs]  # (before, after)
+        self.in_before = covered([before for before, _ in self.boxes])  # (B, N)
+        self.in_after = covered([after for _, after in self.boxes])
+
+    def objects(self, pairs: int):
+        """The objects that both images have, of those of the first pairs whose objects keep their
+        number: number of the pair, what happened to the object, its middle cells in both images."""
+        for n, pair in enumerate(self.pairs[:pairs]):
+            truth = mini.truth_of(pair.id, self.dataset.root)
+            if truth["type"] in ("add", "drop"):
+                continue
+            scenes = truth["objects"]
+            both = zip(scenes["default"], scenes["semantic"], strict=True)
+            for number, (old, new) in enumerate(both):
+                what = truth["type"] if number == truth["changed"] else "unchanged"
+                yield n, what, middle(old["box"]), middle(new["box"])
+
+
+def covered(boxes: list) -> Tensor:
+    """How much of each cell is in a box [x, y, w, h] of pixels or, without a box, 0 -> (B, N)."""
+    area = torch.zeros(len(boxes), 1, mini.SIDE, mini.SIDE)
+    for n, box in enumerate(boxes):
+        if box:
+            x, y, w, h = box
+            area[n, :, y : y + h, x : x + w] = 1
+    return F.avg_pool2d(area, CELL).flatten(1)
+
+
+def middle(box: list[int]) -> int:
+    """The cell in the middle of a box [x, y, w, h]."""
+    x, y, w, h = box
+    return (2 * y + h) // (2 * CELL) * GRID + (2 * x + w) // (2 * CELL)
+
+
+def untrained(run: Captioner) -> Captioner:
+    """A run as it was before its first step."""
+    new = copy.copy(run)
+    torch.manual_seed(run.model.cfg.seed)
+    size = len(run.state["vocab"])
+    new.model = type(run.model)(run.model.cfg, size, run.model.grid, run.model.max_len).eval()
+    return new
+
+
+def blocks(size: int, *tensors: Tensor):
+    """Full batches of tensors that have equally many rows."""
+    for start in range(0, len(tensors[0]) - size + 1, size):
+        yield [x[start : start + size] for x in tensors]
+
+
+def share_of_first(batches: list[Tensor]) -> Tensor:
+    """How often the largest score of a row (A, A) is in its own column, in %."""
+    hits = [s.argmax(1) == torch.arange(len(s)) for s in batches]
+    return 100 * torch.cat(hits).float().mean()
+
+
+# ---- measures ------------------------------------------------------------------------------------
+
+
+def tell_inside(tell, name: str, weight: Tensor, inside: Tensor) -> None:
+    """How much of an attention (B, N) is in the box of the changed object."""
+    weight = weight / weight.sum(1, keepdim=True)
+    share = 100 * (weight * inside).sum(1).mean()
+    tell(f"{name} in the changed object's box, %", share, 100 * inside.mean())
+    share = 100 * (weight.roll(1, 0) * inside).sum(1).mean()
+    tell(f"{name} of another pair in that box, %", share)
+
+
+def tell_decoder(tell, test: Test, run: Captioner, *inputs: Tensor) -> None:
+    """Where the decoder looks as it reads the reference. IDC has a map of each image."""
+    maps = run.model.attention_map(test.before, test.after, test.caption, *inputs)
+    weight = next(iter(maps.values())).flatten(1)
+    inside = torch.maximum(test.in_before, test.in_after)
+    if "after" in maps:
+        weight = torch.cat([maps["before"].flatten(1), maps["after"].flatten(1)], 1)
+        inside = torch.cat([test.in_before, test.in_after], 1)
+    tell_inside(tell, "the decoder's attention", weight, inside)
+
+
+def matching_of(model: scorer_cbr.SCORER, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """-> S of Eq. 3 (B, B), without Eq. 4's scale, which row RR has not; the attention of Eq. 5
+    (B, N, N), averaged over heads."""
+    *_, queries_and_keys = model.encode(before, after)
+    q_bef, k_aft, *_ = queries_and_keys[0]
+    attention = model.cross_view[0].attention.scores(q_bef, k_aft).softmax(-1)
+    return token_match(q_bef, k_aft, model.cfg.heads), attention.mean(1)
+
+
+def measure_scorer(tell, test: Test, run: Captioner) -> None:
+    """Do images find their partners (Eq. 3), cells their objects (Eq. 5), and X_hat its "after"?"""
+    model = run.model
+    similarities = []
+    attention = []
+    for before, after in blocks(16, test.before, test.after):
+        s, weight = matching_of(model, before, after)
+        similarities.append(s)
+        attention.append(weight)
+    tell('"after" found among 16, by S of Eq. 3, %', share_of_first(similarities), 100 / 16)
+    chosen = torch.cat(attention).argmax(-1)  # (B, N)
+    finds = {}  # what happened to an object -> whether its middle cell chooses its middle cell
+    stays = {}  # whether this is the same cell of the picture
+    for n, what, cell, target in test.objects(len(chosen)):
+        finds.setdefault(what, []).append(int(chosen[n, cell]) == target)
+        stays.setdefault(what, []).append(cell == target)
+    for what in ("unchanged", "color", "material", "move"):
+        measure = f"an object's middle cell chooses the object ({what}), %"
+        tell(measure, scores.percent(finds[what]), scores.percent(stays[what]))
+    tell_decoder(tell, test, run)
+    if model.cfg.w_cbr:
+        difference, x_bef, x_aft, _ = model.encode(test.before, test.after)
+        _, _, x_unchanged, _ = model.encode(test.before, test.unchanged)
+        hidden, _ = model.decoder(test.caption, difference)
+        sentence = masked_mean(hidden, test.caption != NULL)
+        tell_cbr(tell, "its sentence", model, x_bef, sentence, x_aft, x_unchanged)
+        strangers = sentence.roll(1, 0)
+        tell_cbr(tell, "another pair's sentence", model, x_bef, strangers, x_aft, x_unchanged)
+        s = [model.reasoning.similarity(x, y) for x, y in blocks(16, x_bef, x_aft)]
+        tell('CBR, X_bef in place of X_hat: "after" found among 16, %', share_of_first(s))
+
+
+def tell_cbr(tell, name: str, model, x_bef, sentence, x_aft, x_unchanged) -> None:
+    """Eq. 9-11: which picture is X_hat most like?"""
+    found = []
+    nearer = []
+    for before, s, after, unchanged in blocks(16, x_bef, sentence, x_aft, x_unchanged):
+        x_hat = model.reasoning(before, s)
+        r = model.reasoning.similarity(x_hat, after)
+        found.append(r)
+        to_unchanged = model.reasoning.similarity(x_hat, unchanged)
+        nearer.append(r.diagonal() > to_unchanged.diagonal())
+    tell(f'CBR, {name}: "after" found among 16, %', share_of_first(found), 100 / 16)
+    share = 100 * torch.cat(nearer).float().mean()
+    tell(f'CBR, {name}: nearer to "after" than to the unchanged picture, %', share, 50)
+
+
+def measure_dirl(tell, test: Test, run: Captioner) -> None:
+    """Do channels of Y and X agree between the images of a pair (Eq. 3), and between strangers?"""
+    model = run.model
+    if model.cfg.w_dirl:
+        tell_channels(tell, "Y", lambda features: y_of(model, features), test)
+    tell_channels(tell, "X", model.embed, test)
+    tell_decoder(tell, test, run)
+
+
+def y_of(model: dirl_ccr.DIRL, features: Tensor) -> Tensor:
+    """Y of Eq. 2. The runs "no positions" have no coordinates and, by a change of the code that
+    docs/exercises.md shows, no positions in Y."""
+    x = model.embed(features)
+    if not model.cfg.use_coords:
+        x = x - model.embed.position().flatten(1).T
+    return model.mlp(x)
+
+
+def tell_channels(tell, name: str, layer, test: Test) -> None:
+    """The mean of the diagonal of C, Eq. 3, and what it depends on."""
+
+    def agreement(before: Tensor, after: Tensor) -> Tensor:
+        return dirl_ccr.channel_correlation(before, after, 1e-5).diagonal().mean()
+
+    before = layer(test.before)
+    after = layer(test.after)
+    nothing = layer(torch.zeros_like(test.before))
+    tell(f"C_ii of {name}", agreement(before, after))
+    tell(f'C_ii of {name}, "after" of another pair', agreement(before, after.roll(1, 0)))
+    tell(f"C_ii of {name}, features set to 0", agreement(nothing, nothing))
+    in_cell = before.mean(0)  # of each cell, over all pairs
+    share = in_cell.var(0) / before.flatten(0, 1).var(0)
+    before = before - in_cell
+    after = after - after.mean(0)
+    tell(f"C_ii of {name} without cells' means", agreement(before, after))
+    strangers = agreement(before, after.roll(1, 0))
+    tell(f'C_ii of {name} without cells\' means, "after" of another pair', strangers)
+    tell(f"variance of {name} that a cell's place explains, %", 100 * share.mean())
+
+
+def measure_rdd(tell, test: Test, run: Captioner) -> None:
+    """Where do vectors look (Eq. 7), how alike are they, and do phrases find them (Eq. 10-12)?"""
+    model = run.model
+    _, objects, actions = model.encode(test.before, test.after)
+    vectors = {"objects": objects.vectors, "actions": actions.vectors}
+    inside = torch.maximum(test.in_before, test.in_after)
+    for name, weight in model.vector_attention(objects, actions).items():
+        tell_inside(tell, f"{name}' attention", weight.mean(1), inside)
+        x = F.normalize(vectors[name], dim=-1)
+        cosines = (x @ x.mT)[:, ~torch.eye(x.shape[1], dtype=torch.bool)]
+        tell(f"cosine of two {name} of a pair", cosines.mean())
+    tell_decoder(tell, test, run)
+    templates = test.dataset.settings.templates
+    readings = read_captions(rdd_acr.segments, sorted(set(test.texts)), templates)
+    clip, tokenizer, _ = load_clip(model.cfg.clip, "cpu")
+    phrases = rdd_acr.Phrases(model.cfg, clip, tokenizer, readings)
+    rows = phrases.rows_of(test.texts)
+    prompts = {"nouns": model.noun_prompt, "verbs": model.verb_prompt}
+    own = torch.eye(32, dtype=torch.bool)
+    for kind, name in (("nouns", "objects"), ("verbs", "actions")):
+        read = phrases.read(rows[kind], prompts[kind])
+        f_l = F.normalize(model.adapter(read.text), dim=-1)
+        f_o = F.normalize(vectors[name].mean(1), dim=-1)  # Eq. 10
+        found = []
+        chances = []
+        for phrase, vector, row in blocks(32, f_l, f_o, rows[kind]):
+            rival = row[:, None] != row  # as in training, pairs with an equal phrase are none
+            cosines = phrase @ vector.T
+            found.append(cosines.masked_fill(~rival & ~own, -2))
+            chances.append(1 / (1 + rival.sum(1)))
+        by_chance = 100 * torch.cat(chances).mean()
+        tell(f"{kind} find the pair among 32, %", share_of_first(found), by_chance)
+
+
+def measure_cheers(tell, test: Test, run: Captioner) -> None:
+    """What do other entities do to captions and gates (Eq. 14), and do maps point (Eq. 2-5)?"""
+    model = run.model
+    own = cheers.entities_of(test.dataset, model.cfg, run.state)(test.images)
+    conditions = {"its": own, "another pair's": own.roll(1, 0), "no": torch.zeros_like(own)}
+    references = {pair.id: pair.captions for pair in test.pairs}
+    for name, entities in conditions.items():
+        ids = model.generate(test.before, test.after, entities)
+        captions = dict(zip(references, run.vocab.decode(ids), strict=True))
+        found = scores.score(captions, references, quick=True)["total"]["CIDEr"]
+        tell(f"semantic CIDEr with {name} entities", found)
+    is_word = test.caption[:, 1:] != NULL
+    for name in ("its", "another pair's"):
+        alpha, _ = gates(model, test, conditions[name], test.caption)
+        tell(f"alpha at words 2 to 5, {name} entities", alpha[:, 1:5].mean())
+        tell(f"alpha at later words, {name} entities", alpha[:, 5:-1][is_word[:, 5:]].mean())
+    for name, p in maps_of(model, test, own).items():
+        tell(f"spread over cells of sigmoid(P^), {name}", p.sigmoid().std(1).mean())
+    e = model.project(own)
+    m = cheers.max_probability(e, model.embed(test.after), model.hrd[0].entity_dre.log_scale.exp())
+    tell_inside(tell, "m of entities", m, test.in_after)
+    tell_decoder(tell, test, run, own)
+
+
+def gates(model: cheers.CHEERS, test: Test, entities: Tensor, ids: Tensor) -> tuple:
+    """Eq. 14-15, means over channels: alpha and beta (B, L) of the last layer at the words of
+    ids."""
+    f_diff, e, _ = model.encode(test.before, test.after, entities)
+    _, words = model.decoder(ids, f_diff, e)
+    layer = model.decoder.layers[-1]
+    text = layer.text_attention(words, e)
+    visual = layer.cross_attention(words, f_diff)
+    alpha = layer.alpha(torch.cat([words, text], -1)).mean(-1)
+    beta = layer.beta(torch.cat([words, visual], -1)).mean(-1)
+    return alpha, beta
+
+
+def maps_of(model: cheers.CHEERS, test: Test, entities: Tensor) -> dict[str, Tensor]:
+    """The four maps P^ of the first layer, as in HRD's table, each (2B, N, D)."""
+    _, _, (layer, *_) = model.encode(test.before, test.after, entities)
+    common, entity_common = layer.maps["common"]
+    different, entity_different = layer.maps["different"]
+    return {
+        "CRE(F_j, F_i)": common,
+        "DRE(E, F_i)": entity_common,
+        "DRE(F_i, F_i - shared)": different,
+        "CRE(E, F_i - shared)": entity_different,
+    }
+
+
+def measure_idc(tell, test: Test, run: Captioner) -> None:
+    """Are masked cells recognised (Eq. 7-8), by what, and is the judge right (section 3.1)? Runs
+    that were pre-trained by FDA are there for this loss alone."""
+    model = run.model
+    if model.cfg.fda:
+        tell("L_FDA (Eq. 9)", align_loss_of(model, test), math.log(1 + idc_pretrain.REWRITES))
+        return
+    start_and_end = torch.zeros_like(test.caption)
+    start_and_end[:, 0] = START
+    start_and_end[:, 1] = END
+    captions = {"its": test.caption, "another pair's": test.caption.roll(1, 0), "no": start_and_end}
+    for name, caption in captions.items():
+        torch.manual_seed(0)  # the same cells are masked
+        hits = []
+        for before, after, ids in blocks(8, test.before, test.after, caption):
+            predicted, features, masked = model.predict_cells(before, after, ids)
+            s = idc_pretrain.cell_cosines(predicted, features, masked)
+            hits.append(s.argmax(1) == masked)
+        share = 100 * torch.cat(hits).float().mean()
+        choice = len(features) - len(masked) + 1  # the unmasked cells, and the right one
+        tell(f"masked cells found, {name} caption, %", share, 100 / choice)
+    share = found_by_place(test, model.cfg.cell_mask_rate)
+    tell("masked cells found by the other image's cell in the same place, %", no_model=share)
+    answers = []
+    for after, changed in ((test.after, True), (test.unchanged, False)):
+        visual, *_ = model.causal(model.encode(test.before, after), test.caption[:, :1])
+        says_changed = model.judge(model.image_tokens(visual).flatten(1)).argmax(1) == 1
+        answers.append(says_changed == changed)
+    tell("the judge is right, %", 100 * torch.cat(answers).float().mean(), 50)
+    tell_decoder(tell, test, run)
+
+
+def align_loss_of(model: idc_pretrain.IDC, test: Test) -> Tensor:
+    """L_FDA, with rewrites that are made of the test captions as in training."""
+    dataset = copy.copy(test.dataset)
+    dataset.scenes = {"train": test.dataset.scenes["test"]}
+    rewrites = idc_pretrain.rewrite(dataset)
+    ids = []
+    for pair in test.pairs:
+        ids.append([dataset.vocab.encode(text, dataset.max_len) for text in rewrites[pair.id]])
+    images = (test.before, test.after)
+    if model.cfg.blind:
+        images = [torch.zeros_like(x) for x in images]
+    rows = blocks(20, *images, test.caption, torch.tensor(ids))
+    losses = [model.fda(*row)["fda"] for row in rows]
+    return torch.stack(losses).mean()
+
+
+def found_by_place(test: Test, rate: float) -> Tensor:
+    """How often a masked cell is the one that is most like the other image's cell in its place, in
+    %. The cells are those that measure_idc masks."""
+    torch.manual_seed(0)
+    hits = []
+    for before, after in blocks(8, test.before, test.after):
+        masked = idc_pretrain.mask_cells(8, 2, GRID**2, rate, "cpu")
+        images = torch.stack([before, after], 1).flatten(3).mT  # (8, 2, N, C)
+        features = images.flatten(0, 2)
+        others = images.flip(1).flatten(0, 2)
+        s = idc_pretrain.cell_cosines(others, features, masked)
+        # A cell that stands in for a prediction is no candidate itself.
+        place = torch.arange(len(features)).view(8, 2, -1).flip(1).flatten()
+        s[torch.arange(len(masked)), place[masked]] = -2
+        hits.append(s.argmax(1) == masked)
+    return 100 * torch.cat(hits).float().mean()
+
+
+METHODS = {
+    "SCORER+CBR": (scorer_cbr, measure_scorer),
+    "DIRL+CCR": (dirl_ccr, measure_dirl),
+    "RDD+ACR": (rdd_acr, measure_rdd),
+    "CHEERS": (cheers, measure_cheers),
+    "IDC": (idc_pretrain, measure_idc),
+}
