@@ -17,8 +17,8 @@ The flow of one pair, with CLEVR-Change's sizes:
                                                    v  decoder, Eq. 13-17
                                                next word, L_S, Eq. 18
 Gradients: nothing is detached. L_C and L_D train the maps P^ and what makes their inputs, L_I what
-makes `shared`, and a scale. L_S trains all but this scale and the maps that only L_C and L_D read
-(see HRD).
+makes `shared`, and its own scale. L_S trains all but this scale and the maps that only L_C and L_D
+read: entity_dre, entity_cre and, before the last layer, dre.
 
 Idea. (1) A moved camera changes how an object looks, but not its name. So CLIP looks for names that
 fit one image better than the other. These entities often name what changed. (2) Cross-attention
@@ -164,10 +164,10 @@ class ProbabilityMap(nn.Module):
     the four maps of a layer enhance nothing: they are there for L_C and L_D alone.
 
     The paper calls P^ the probability matrix, though nothing confines it to (0, 1). m hardly varies
-    over cells. N cells share 1, so with bare cosines m is about 1/N. [ours] Each map learns a
-    temperature, as CLIP does. With it, an entity still gives about 1/N, and an image about 1: both
-    images have the same positions, so each cell finds a cell like it. Either way sigmoid(P^) is
-    nearly constant, and Eq. 4 enhances all cells alike (measured in docs/tour.md)."""
+    over cells. With bare cosines, it is about 1/N, as N cells share 1. [ours] Each map learns a
+    temperature, as CLIP does. Then m is still about 1/N from an entity, but about 1 from an image:
+    both have the same positions, so each cell finds a cell like it. Either way, Eq. 4 enhances all
+    cells nearly alike (measured in docs/tour.md)."""
 
     def __init__(self, cfg: Config, kind: Literal["CRE", "DRE"]):
         super().__init__()
@@ -188,8 +188,8 @@ class ProbabilityMap(nn.Module):
             return self.expand(m[..., None])  # Eq. 3
 
 
-# Both images of each pair are one batch of 2B, all "before" first: F_i in the paper. (Without this
-# stack, a step takes as long, but recorded runs would differ in their last digits.)
+# Both images of each pair are one batch of 2B, all "before" first: F_i in the paper. (Two separate
+# tensors are as fast, but recorded runs would then differ in their last digits.)
 
 
 def other_image(x: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ class HRD(nn.Module):
 
     Entities name what changed. L_C: a cell should match the other image where it does not match the
     entities. L_D: F - shared should match the entities where it does not match its own image F.
-    Of entities, the paper uses only the map. Before the last layer, we use only the map of D, too.
+    Only the maps of C'_i and D'_i are used, and so of D_i before the last layer, for L_C and L_D.
 
     [ours] L_C and L_D are means over both images. `raw` is F of the first layer in every layer: Eq.
     10 reads "the original raw features". The paper does not say what the next layer reads: here
@@ -431,7 +431,7 @@ class CHEERS(nn.Module):
             layer = hrd(x, raw, e_of_both)  # Eq. 4, 6, 8, 10
             x = layer.next_x
             layers.append(layer)
-        difference_bef, difference_aft = layer.difference.chunk(2)  # of the last layer
+        difference_bef, difference_aft = layers[-1].difference.chunk(2)
         f_diff = self.join(torch.cat([difference_bef, difference_aft], -1))  # Eq. 12
         return f_diff, e, layers
 
@@ -506,9 +506,9 @@ def retrieve(x_bef: Tensor, x_aft: Tensor, table: Tensor, k: int, retrieval: str
     candidates. [ours] If fewer than k candidates pass, the best of the others fill the list. Eq. 1
     has the "signed" difference. But the text asks for the largest one, and an added object is
     closer to "after", so the default is "absolute" [ours]."""
-    e = F.normalize(table, dim=-1)
-    s_bef = F.normalize(x_bef, dim=-1) @ e.T  # (B, M)
-    s_aft = F.normalize(x_aft, dim=-1) @ e.T
+    names = F.normalize(table, dim=-1)
+    s_bef = F.normalize(x_bef, dim=-1) @ names.T  # (B, M)
+    s_aft = F.normalize(x_aft, dim=-1) @ names.T
     if retrieval == "absolute":
         score = (s_bef - s_aft).abs()
     elif retrieval == "signed":

@@ -147,7 +147,7 @@ class CrossView(nn.Module):
     X_aft) and shared_aft = MHCA(X_aft, X_bef).
 
     Eq. 5 is the last layer. As released, others come before it. These have a residual: they return
-    X' = LN(X + shared), which the next layer reads in place of X.
+    X' = LN(X + shared), which only the next layer reads. Eq. 6 subtracts from X of Eq. 1.
 
     Eq. 6 subtracts what is shared, so that the decoder need not find the change among unchanged
     objects. SCORER adds it, because a caption may name these ("left of the cube"). The attention
@@ -175,8 +175,7 @@ class Fusion(nn.Module):
     """Eq. 7: ReLU(W [difference_bef ; difference_aft] + b). The dropout is as released; so is the
     LayerNorm for CLEVR-DC, while the code released for CLEVR-Change has none (input_norm).
 
-    joined: both differences (B, N, 2D) or, with difference="subtract", a single one (B, N, D)
-    -> (B, N, D)."""
+    joined: both differences (B, N, 2D) or, for "subtract", a single one -> (B, N, D)."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -413,8 +412,9 @@ class DIRL(nn.Module):
     def ccr(self, attended: Attended, caption: Tensor) -> Tensor:
         """Eq. 12-14, L_ccr, of what the last decoder layer attended to; caption (B, L).
 
-        The words are those of the reference caption (section 3.4). The paper divides V^ by HW, but
-        V^ of Eq. 9 has one row for each word, so both means run over words."""
+        The words are those of the reference caption (section 3.4). If there are earlier layers,
+        `words` has already seen the difference in these. The paper divides V^ by HW, but V^ of Eq.
+        9 has one row for each word, so both means run over words."""
         if self.cfg.ccr_form == "released":
             assert caption.shape[1] == self.max_len, "pad captions to max_len"
             return released_ccr(attended, self.cfg.tau)

@@ -18,7 +18,7 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids):
     Fine-tuning. Images see only images. A word sees them, [CLS], earlier words and itself.
         a [MASK] for each word [ours]    head: that word                     L_MLM, Eq. 6
         [IMG1] and [IMG2]                judge: did anything change?         L_judge, Sec. 3.1
-Gradients: nothing is detached. A loss trains its head, if it has one, and E, E_p, E_s and embed.
+Gradients: nothing is detached. Each loss trains its head, if it has one, E, E_p, E_s and embed.
 The paper's fine-tuning masks 15 % of the words, as its pre-training does, and predicts only these.
 On mini, pre-training is MVCL alone [ours].
 
@@ -272,8 +272,9 @@ def mask_words(caption: Tensor, vocab_size: int, rate: float) -> tuple[Tensor, T
     chosen = (caption >= END) & (torch.rand(caption.shape, device=device) < rate)
     kind = torch.rand(caption.shape, device=device)
     random = torch.randint(END + 1, vocab_size, caption.shape, device=device)
-    ids = torch.where(chosen & (kind < 0.9), random, caption)  # 10 % stay
-    ids = ids.masked_fill(chosen & (kind < 0.8), mask_id)  # overwrites 80 of the 90 % above
+    to_mask = chosen & (kind < 0.8)
+    to_random = chosen & (kind >= 0.8) & (kind < 0.9)
+    ids = torch.where(to_random, random, caption).masked_fill(to_mask, mask_id)
     return ids, caption.masked_fill(~chosen, NULL)
 
 
@@ -300,7 +301,7 @@ def causal_mask(visual: int, length: int, asked: int, device) -> Tensor:
     """Section 2.3: which token sees which in fine-tuning. The sequence begins with `visual` tokens
     of both images (v), which see only each other. Each of `length` tokens, [CLS] and words, sees
     the images, the tokens before it and itself. Then come `asked` [MASK]s, one for each of the last
-    words: it sees what that word sees, and itself, as in decoding.
+    words. The [MASK] that predicts word t + 1 sees what word t sees, and itself, as in decoding.
     -> bool (T, T), T = visual + length + asked, True where the row's token sees the column's.
 
     With length = 3 and asked = 2, where w0 is START and m1, after w0, predicts w1:
@@ -349,7 +350,7 @@ def cell_loss(predicted: Tensor, features: Tensor, masked: Tensor, tau: float) -
     same, so at no temperature can the loss fall below ln 2 = 0.693."""
     with torch.autocast(features.device.type, enabled=False):  # bfloat16 is not precise enough
         s = cell_cosines(predicted, features, masked) / tau
-        return F.cross_entropy(s, masked)  # Eq. 7-8
+        return F.cross_entropy(s, masked)  # Eq. 7-8: a cell's own feature is in its own column
 
 
 def cell_cosines(predicted: Tensor, features: Tensor, masked: Tensor) -> Tensor:
@@ -430,9 +431,9 @@ class IDC(nn.Module):
         self.grid = tuple(grid)
         self.max_len = max_len
         channels, height, width = grid
-        self.cells = height * width  # N
+        self.n_cells = height * width  # N
         Embed = {"plain": Embedding, "released": ReleasedEmbedding}[cfg.embedding]
-        self.embed = Embed(cfg, vocab_size, channels, max(self.cells, max_len))
+        self.embed = Embed(cfg, vocab_size, channels, max(self.n_cells, max_len))
         self.single = Transformer(cfg, 1) if cfg.difference_encoder else nn.Identity()  # E_s
         self.pair = Transformer(cfg, 1) if cfg.difference_encoder else nn.Identity()  # E_p
         self.cross = Transformer(cfg, cfg.layers)  # E
@@ -454,7 +455,7 @@ class IDC(nn.Module):
         """The losses of a task: "finetune", "mlm", "mvcl", "fda" or "birds", each computed by the
         method of this name, which gets the inputs. torch.compile makes a graph for each task.
 
-        Values at the start, with the paper's sizes, 16 pairs and 76 ids, and what it means if a
+        Values at the start, with the paper's sizes, 16 pairs and V = 76, and what it means if a
         loss does not fall. Some start above that of a guess, as no LayerNorm precedes the heads.
             caption, mlm  6 to 9; they fall even if images are ignored, so look at the scores
             judge         0.6 to 5; at ln 2 = 0.69 it guesses: the images are not compared
@@ -489,7 +490,7 @@ class IDC(nn.Module):
 
     def image_tokens(self, visual: Tensor) -> Tensor:
         """(B, S, D) -> [IMG1] and [IMG2] (B, 2, D)."""
-        return visual[:, :: 1 + self.cells]
+        return visual[:, :: 1 + self.n_cells]
 
     def joint(self, visual: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Eq. 5 in pre-training, where every token sees all tokens except padding. visual (B, S, D)
@@ -554,14 +555,14 @@ class IDC(nn.Module):
         in the order (B, images, N), and the places of the masked ones among them (n,)."""
         images = before[:, None] if after is None else torch.stack([before, after], 1)
         pairs, count, _, height, width = images.shape  # count: images of a pair
-        masked = mask_cells(pairs, count, self.cells, self.cfg.cell_mask_rate, images.device)
-        is_masked = marked(masked, pairs * count * self.cells)
+        masked = mask_cells(pairs, count, self.n_cells, self.cfg.cell_mask_rate, images.device)
+        is_masked = marked(masked, pairs * count * self.n_cells)
         is_masked = is_masked.view(pairs, count, 1, height, width)
         shown = images.masked_fill(is_masked, 0)
         visual = self.encode(*shown.unbind(1))  # Eq. 4
         visual, _ = self.joint(visual, caption)  # Eq. 5
         # Each part is [IMG1] or [IMG2] and the image's cells. Beside a single image, it is [IMG2].
-        cells = torch.cat([part[:, 1:] for part in visual.split(1 + self.cells, 1)], 1)
+        cells = torch.cat([part[:, 1:] for part in visual.split(1 + self.n_cells, 1)], 1)
         # As released, the projection's weights, transposed, map back to features.
         predicted = self.cell_head(cells) @ self.embed.project.weight + self.cell_bias
         features = images.flatten(3).transpose(2, 3)  # (B, count, N, C)
@@ -1301,8 +1302,6 @@ def partners(classes: np.ndarray, seed: int) -> np.ndarray:
 
 
 # ---- as released ---------------------------------------------------------------------------------
-
-# What the fields embedding, mask_rules, mvcl_negatives and rates choose with --variant released.
 
 
 class ReleasedEmbedding(Embedding):

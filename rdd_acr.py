@@ -317,6 +317,216 @@ class Decoder(nn.Module):
         return x, words
 
 
+# ---- losses --------------------------------------------------------------------------------------
+
+
+def alignment_loss(vectors: Tensor, f_l: Tensor, valid: Tensor, same: Tensor, tau: float) -> Tensor:
+    """Eq. 10-13, L_N2O or L_V2A: InfoNCE of cosines between the mean of a pair's vectors and its
+    phrase, in both directions. vectors (B, K, D), f_l (B, D) -> a scalar. Eq. 10 takes the mean,
+    because a caption does not say which vector belongs to which word.
+
+    [ours] A pair without a phrase (valid (B,) is False) is not a negative, and it counts as 0 in
+    the mean over B. Pairs with equal phrases (same (B, B)), which templates often make, are not
+    negatives of each other. Phrases that differ but mean the same ("is gone", "is missing") remain
+    negatives, also two ways to say that nothing changed.
+
+    Example, tau = 1. The vectors (1, 1), (1, -1) of pair a have the mean (1, 0), and the vectors
+    (1, 1), (-1, 1) of pair b have the mean (0, 1). Phrases (2, 0) of a and (0, 3) of b have cosine
+    1 with their own mean and 0 with the other. Each of the four terms is -log(e / (e + 1)) = 0.313,
+    and so is the loss. If b's phrase is (2, 0), too, Eq. 11 has 0.313 for a and 1.313 for b, Eq. 12
+    has log 2 = 0.693 for both, and the loss is 0.753, or 0 if equal phrases are not negatives."""
+    # Cosines divided by a small temperature need float32.
+    with torch.autocast(vectors.device.type, enabled=False):
+        f_o = F.normalize(upcast(vectors).mean(1), dim=-1)  # Eq. 10
+        f_l = F.normalize(upcast(f_l), dim=-1)
+        s = f_l @ f_o.T / tau  # (B, B), phrases in rows
+        partner = torch.eye(s.shape[0], dtype=torch.bool, device=s.device)
+        no_negative = same | ~valid[:, None] | ~valid
+        # Partners stay, so that the loss of a pair without negatives is 0.
+        s = s.masked_fill(no_negative & ~partner, float("-inf"))
+        # Not info_nce, because pairs without a phrase count as 0.
+        l_lo = -s.log_softmax(1).diagonal()  # Eq. 11, (B,)
+        l_ol = -s.log_softmax(0).diagonal()  # Eq. 12
+        return ((l_lo + l_ol) / 2 * valid).mean()  # Eq. 13
+
+
+def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
+    """Eq. 15, L_XE: cross-entropy of the next word, averaged over each caption, then over the
+    batch. logits (B, L, V) at words 0 ... L-1, caption (B, L) padded with NULL."""
+    target = caption[:, 1:]
+    scores = logits[:, :-1].transpose(1, 2)  # (B, V, L - 1)
+    loss = F.cross_entropy(scores, target, ignore_index=NULL, reduction="none")  # (B, L - 1)
+    words = (target != NULL).sum(1).clamp(min=1)  # so that a row of padding has loss 0, not NaN
+    return (loss.sum(1) / words).mean()  # Eq. 15
+
+
+def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
+    """Eq. 16: L = L_XE + lambda_1 L_N2O + lambda_2 L_V2A. A loss that is left out counts as 0."""
+    l_n2o = losses.get("n2o", 0)
+    l_v2a = losses.get("v2a", 0)
+    return losses["caption"] + cfg.w_n2o * l_n2o + cfg.w_v2a * l_v2a  # Eq. 16
+
+
+# ---- method --------------------------------------------------------------------------------------
+
+
+class RDD(nn.Module):
+    """RDD+ACR with all its parameters. grid: (C, H, W) of the features; max_len: tokens of the
+    longest caption, with START and END."""
+
+    def __init__(self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int):
+        super().__init__()
+        self.cfg = cfg
+        self.grid = grid
+        self.max_len = max_len
+        has_objects = cfg.order in ("n", "n+v", "v+n", "v&n")
+        has_actions = cfg.order in ("v", "n+v", "v+n", "v&n")
+        if cfg.w_n2o and not has_objects:
+            raise InputError(f"--order {cfg.order} has no object vectors for L_N2O; set --w_n2o 0")
+        if cfg.w_v2a and not has_actions:
+            raise InputError(f"--order {cfg.order} has no action vectors for L_V2A; set --w_v2a 0")
+
+        self.embed = ImageEmbedding(cfg, *grid)
+        self.difference = GlobalDifference(cfg) if cfg.gde else None
+        self.objects = Distilling(cfg, cfg.object_vectors) if has_objects else None
+        self.actions = Distilling(cfg, cfg.action_vectors) if has_actions else None
+        # [ours] Without distilled vectors (direct-sub and GDE in Table 4) there is nothing to fuse.
+        self.fuse = nn.Identity() if cfg.order == "none" else Fusion(cfg)
+        self.decoder = Decoder(cfg, vocab_size, max_len)
+        if cfg.w_n2o or cfg.w_v2a:
+            # [ours] One adapter for nouns and verbs, of width D, with ReLUs between its layers.
+            self.adapter = nn.Sequential(
+                nn.Linear(cfg.clip_dim, cfg.dim),
+                nn.ReLU(),
+                nn.Linear(cfg.dim, cfg.dim),
+                nn.ReLU(),
+                nn.Linear(cfg.dim, cfg.dim),
+            )
+        # [ours] One prompt for all noun phrases and one for all verb phrases, as in CoOp. The paper
+        # says that prompts "adaptively generate different prompts for different segments" and also
+        # cites CoCoOp, which makes a prompt for each input. We do not take this sentence literally.
+        self.noun_prompt = None
+        self.verb_prompt = None
+        size = (cfg.prompt_tokens, cfg.clip_width)
+        if cfg.prompt == "learnable" and cfg.w_n2o:
+            self.noun_prompt = nn.Parameter(0.02 * torch.randn(size))
+        if cfg.prompt == "learnable" and cfg.w_v2a:
+            self.verb_prompt = nn.Parameter(0.02 * torch.randn(size))
+
+    def encode(
+        self, before: Tensor, after: Tensor
+    ) -> tuple[Tensor, Distilled | None, Distilled | None]:
+        """Features (B, C, H, W) of both images -> fused tokens (B, N + K_o + K_a, D), first those
+        of the N cells; objects and actions, or None. [ours] The decoder reads all tokens of Eq. 9,
+        although section "Caption Decoder" mentions only the HW cells."""
+        # A batch of one would silently be broadcast.
+        assert before.shape == after.shape, f"{before.shape} before, {after.shape} after"
+        f_bef = self.embed(before)  # Eq. 1
+        f_aft = self.embed(after)  # Eq. 1
+        # [ours] Eq. 2 as printed; the text above it subtracts "before" from "after".
+        f_diff = f_bef - f_aft  # Eq. 2
+        f_c = f_diff
+        if self.difference:
+            f_c = self.difference(f_bef, f_aft, f_diff)  # Eq. 3-5
+        order = self.cfg.order
+        objects = None
+        actions = None
+        if order == "n+v":
+            objects = self.objects(f_c)  # Eq. 6-8
+            actions = self.actions(objects.vectors)  # Eq. 6-8
+        elif order == "v+n":
+            actions = self.actions(f_c)
+            objects = self.objects(actions.vectors)
+        if order in ("n", "v&n"):
+            objects = self.objects(f_c)
+        if order in ("v", "v&n"):
+            actions = self.actions(f_c)
+        # F_c itself: what Eq. 6 makes of it stays inside of Distilling.
+        tokens = [f_c]
+        for distilled in (objects, actions):
+            if distilled is not None:
+                tokens.append(distilled.vectors)
+        fused = self.fuse(torch.cat(tokens, 1))  # Eq. 9
+        return fused, objects, actions
+
+    def forward(
+        self,
+        before: Tensor,
+        after: Tensor,
+        caption: Tensor,
+        rows: dict[str, Tensor] | None = None,
+        phrases: "Phrases | None" = None,
+    ) -> dict[str, Tensor]:
+        """Features (B, C, H, W) of both images, caption (B, L) and, for L_N2O or L_V2A, `phrases`
+        and the result of its rows_of for these captions -> terms of Eq. 16.
+
+        On mini, with 67 ids and 32 pairs, "caption" starts at about 4.9 (a guess has ln 67 = 4.2),
+        and falls to 0.6 in 500 steps; "n2o" and "v2a" start at 3.45 (ln 32 = 3.47), and fall to 2.7
+        and 2.9. If these stay where they were, vectors do not tell the pairs of a batch apart. If
+        "caption" ends as in a run with --blind, the decoder makes no use of the images."""
+        cfg = self.cfg
+        fused, objects, actions = self.encode(before, after)  # Eq. 1-9
+        hidden, _ = self.decoder(caption, fused)
+        losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 14-15
+        if cfg.w_n2o:
+            nouns = phrases.read(rows["nouns"], self.noun_prompt)
+            f_noun = self.adapter(nouns.text)
+            n2o = alignment_loss(objects.vectors, f_noun, nouns.valid, nouns.same, cfg.tau)
+            losses["n2o"] = n2o  # Eq. 10-13
+        if cfg.w_v2a:
+            verbs = phrases.read(rows["verbs"], self.verb_prompt)
+            f_verb = self.adapter(verbs.text)
+            v2a = alignment_loss(actions.vectors, f_verb, verbs.valid, verbs.same, cfg.tau)
+            losses["v2a"] = v2a  # Eq. 10-13
+        return losses
+
+    @torch.no_grad()
+    def generate(self, before: Tensor, after: Tensor) -> Tensor:
+        """Features (B, C, H, W) of both images -> ids of greedy captions (B, max_len)."""
+        fused, *_ = self.encode(before, after)
+
+        def next_word(ids: Tensor) -> Tensor:
+            hidden, _ = self.decoder(ids, fused)
+            return self.decoder.head(hidden[:, -1])
+
+        return decode(next_word, before.shape[0], self.max_len, before.device)
+
+    @torch.no_grad()
+    def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
+        """Maps (B, H, W) by name; each sums to 1. "decoder": the last layer's attention, averaged
+        over heads and over the words of ids (B, L), with its softmax over the N cells only; 0 if
+        there are no words. "objects", "actions": vector_attention, averaged over vectors."""
+        _, height, width = self.grid
+        fused, objects, actions = self.encode(before, after)
+        cells = fused[:, : height * width]
+        _, words = self.decoder(ids, fused)
+        attention = self.decoder.layers[-1].cross_attention
+        query, key, _ = attention.project(words, cells)
+        weight = attention.scores(query, key).softmax(-1).mean(1)  # (B, L, N)
+        # Row t is the state that predicts word t + 1.
+        maps = {"decoder": masked_mean(weight[:, :-1], is_word(ids[:, 1:]))}  # (B, N)
+        for name, weight in self.vector_attention(objects, actions).items():
+            maps[name] = weight.mean(1)
+        return {name: x.unflatten(1, (height, width)) for name, x in maps.items()}
+
+    def vector_attention(
+        self, objects: Distilled | None, actions: Distilled | None
+    ) -> dict[str, Tensor]:
+        """Where each of the K "objects" and "actions" looks in its last pass, over cells (B, K, N).
+        objects, actions: from `encode`."""
+        weights = {}
+        if objects is not None:
+            weights["objects"] = self.objects.attention(objects)
+        if actions is not None:
+            weights["actions"] = self.actions.attention(actions)
+        # Vectors that attend to others look where these look: (B, K, M) (B, M, N) -> (B, K, N).
+        if self.cfg.order == "n+v":
+            weights["actions"] = weights["actions"] @ weights["objects"]
+        if self.cfg.order == "v+n":
+            weights["objects"] = weights["objects"] @ weights["actions"]
+        return weights
+
+
 # ---- phrases -------------------------------------------------------------------------------------
 
 NOUN_PROMPT = "the objects that changed: "  # prompt="fixed" [ours]
@@ -412,214 +622,6 @@ class Phrases:
         elif self.equal_phrases == "negatives":
             same = torch.eye(len(rows), dtype=torch.bool, device=device)
         return Attributes(text, self.valid[rows], same)
-
-
-# ---- losses --------------------------------------------------------------------------------------
-
-
-def alignment_loss(vectors: Tensor, f_l: Tensor, valid: Tensor, same: Tensor, tau: float) -> Tensor:
-    """Eq. 10-13, L_N2O or L_V2A: InfoNCE of cosines between the mean of a pair's vectors and its
-    phrase, in both directions. vectors (B, K, D), f_l (B, D) -> a scalar. Eq. 10 takes the mean,
-    because a caption does not say which vector belongs to which word.
-
-    [ours] A pair without a phrase (valid (B,) is False) is not a negative, and it counts as 0 in
-    the mean over B. Pairs with equal phrases (same (B, B)), which templates often make, are not
-    negatives of each other. Phrases that differ but mean the same ("is gone", "is missing") remain
-    negatives, also two ways to say that nothing changed.
-
-    Example, tau = 1. The vectors (1, 1), (1, -1) of pair a have the mean (1, 0), and the vectors
-    (1, 1), (-1, 1) of pair b have the mean (0, 1). Phrases (2, 0) of a and (0, 3) of b have cosine
-    1 with their own mean and 0 with the other. Each of the four terms is -log(e / (e + 1)) = 0.313,
-    and so is the loss. If b's phrase is (2, 0), too, Eq. 11 has 0.313 for a and 1.313 for b, Eq. 12
-    has log 2 = 0.693 for both, and the loss is 0.753, or 0 if equal phrases are not negatives."""
-    # Cosines divided by a small temperature need float32.
-    with torch.autocast(vectors.device.type, enabled=False):
-        f_o = F.normalize(upcast(vectors).mean(1), dim=-1)  # Eq. 10
-        f_l = F.normalize(upcast(f_l), dim=-1)
-        s = f_l @ f_o.T / tau  # (B, B), phrases in rows
-        partner = torch.eye(s.shape[0], dtype=torch.bool, device=s.device)
-        no_negative = same | ~valid[:, None] | ~valid
-        # Partners stay, so that the loss of a pair without negatives is 0.
-        s = s.masked_fill(no_negative & ~partner, float("-inf"))
-        l_lo = -s.log_softmax(1).diagonal()  # Eq. 11, (B,)
-        l_ol = -s.log_softmax(0).diagonal()  # Eq. 12
-        return ((l_lo + l_ol) / 2 * valid).mean()  # Eq. 13
-
-
-def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
-    """Eq. 15, L_XE: cross-entropy of the next word, averaged over each caption, then over the
-    batch. logits (B, L, V) at words 0 ... L-1, caption (B, L) padded with NULL."""
-    target = caption[:, 1:]
-    scores = logits[:, :-1].transpose(1, 2)  # (B, V, L - 1)
-    loss = F.cross_entropy(scores, target, ignore_index=NULL, reduction="none")  # (B, L - 1)
-    words = (target != NULL).sum(1).clamp(min=1)  # so that a row of padding has loss 0, not NaN
-    return (loss.sum(1) / words).mean()  # Eq. 15
-
-
-def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
-    """Eq. 16: L = L_XE + lambda_1 L_N2O + lambda_2 L_V2A. A loss that is left out counts as 0."""
-    l_n2o = losses.get("n2o", 0)
-    l_v2a = losses.get("v2a", 0)
-    return losses["caption"] + cfg.w_n2o * l_n2o + cfg.w_v2a * l_v2a  # Eq. 16
-
-
-# ---- method --------------------------------------------------------------------------------------
-
-
-class RDD(nn.Module):
-    """RDD+ACR with all its parameters. grid: (C, H, W) of the features; max_len: tokens of the
-    longest caption, with START and END."""
-
-    def __init__(self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int):
-        super().__init__()
-        self.cfg = cfg
-        self.grid = grid
-        self.max_len = max_len
-        has_objects = cfg.order in ("n", "n+v", "v+n", "v&n")
-        has_actions = cfg.order in ("v", "n+v", "v+n", "v&n")
-        if cfg.w_n2o and not has_objects:
-            raise InputError(f"--order {cfg.order} has no object vectors for L_N2O; set --w_n2o 0")
-        if cfg.w_v2a and not has_actions:
-            raise InputError(f"--order {cfg.order} has no action vectors for L_V2A; set --w_v2a 0")
-
-        self.embed = ImageEmbedding(cfg, *grid)
-        self.difference = GlobalDifference(cfg) if cfg.gde else None
-        self.objects = Distilling(cfg, cfg.object_vectors) if has_objects else None
-        self.actions = Distilling(cfg, cfg.action_vectors) if has_actions else None
-        # [ours] Without distilled vectors (direct-sub and GDE in Table 4) there is nothing to fuse.
-        self.fuse = nn.Identity() if cfg.order == "none" else Fusion(cfg)
-        self.decoder = Decoder(cfg, vocab_size, max_len)
-        if cfg.w_n2o or cfg.w_v2a:
-            # [ours] One adapter for nouns and verbs, of width D, with ReLUs between its layers.
-            self.adapter = nn.Sequential(
-                nn.Linear(cfg.clip_dim, cfg.dim),
-                nn.ReLU(),
-                nn.Linear(cfg.dim, cfg.dim),
-                nn.ReLU(),
-                nn.Linear(cfg.dim, cfg.dim),
-            )
-        # [ours] One prompt for all noun phrases and one for all verb phrases, as in CoOp. The paper
-        # says that prompts "adaptively generate different prompts for different segments" and also
-        # cites CoCoOp, which makes a prompt for each input. We do not take this sentence literally.
-        self.noun_prompt = None
-        self.verb_prompt = None
-        size = (cfg.prompt_tokens, cfg.clip_width)
-        if cfg.prompt == "learnable" and cfg.w_n2o:
-            self.noun_prompt = nn.Parameter(0.02 * torch.randn(size))
-        if cfg.prompt == "learnable" and cfg.w_v2a:
-            self.verb_prompt = nn.Parameter(0.02 * torch.randn(size))
-
-    def encode(
-        self, before: Tensor, after: Tensor
-    ) -> tuple[Tensor, Distilled | None, Distilled | None]:
-        """Features (B, C, H, W) of both images -> fused tokens (B, N + K_o + K_a, D), first those
-        of the N cells; objects and actions, or None. [ours] The decoder reads all tokens of Eq. 9,
-        although section "Caption Decoder" mentions only the HW cells."""
-        # A batch of one would silently be broadcast.
-        assert before.shape == after.shape, f"{before.shape} before, {after.shape} after"
-        f_bef = self.embed(before)  # Eq. 1
-        f_aft = self.embed(after)  # Eq. 1
-        # [ours] Eq. 2 as printed; the text above it subtracts "before" from "after".
-        f_diff = f_bef - f_aft  # Eq. 2
-        f_c = f_diff
-        if self.difference:
-            f_c = self.difference(f_bef, f_aft, f_diff)  # Eq. 3-5
-        order = self.cfg.order
-        objects = None
-        actions = None
-        if order in ("n", "n+v", "v&n"):
-            objects = self.objects(f_c)  # Eq. 6-8
-        if order == "n+v":
-            actions = self.actions(objects.vectors)  # Eq. 6-8
-        if order in ("v", "v+n", "v&n"):
-            actions = self.actions(f_c)
-        if order == "v+n":
-            objects = self.objects(actions.vectors)
-        # F_c itself: what Eq. 6 makes of it stays inside of Distilling.
-        tokens = [f_c]
-        for distilled in (objects, actions):
-            if distilled is not None:
-                tokens.append(distilled.vectors)
-        fused = self.fuse(torch.cat(tokens, 1))  # Eq. 9
-        return fused, objects, actions
-
-    def forward(
-        self,
-        before: Tensor,
-        after: Tensor,
-        caption: Tensor,
-        rows: dict[str, Tensor] | None = None,
-        phrases: Phrases | None = None,
-    ) -> dict[str, Tensor]:
-        """Features (B, C, H, W) of both images, caption (B, L), and phrases, with rows_of of these
-        captions -> terms of Eq. 16.
-
-        On mini, with 67 ids and 32 pairs, "caption" starts at about 4.9 (a guess has ln 67 = 4.2),
-        and falls to 0.6 in 500 steps; "n2o" and "v2a" start at 3.45 (ln 32 = 3.47), and fall to 2.7
-        and 2.9. If these stay where they were, vectors do not tell the pairs of a batch apart. If
-        "caption" ends as in a run with --blind, the decoder makes no use of the images."""
-        cfg = self.cfg
-        fused, objects, actions = self.encode(before, after)  # Eq. 1-9
-        hidden, _ = self.decoder(caption, fused)
-        losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 14-15
-        if cfg.w_n2o:
-            nouns = phrases.read(rows["nouns"], self.noun_prompt)
-            f_noun = self.adapter(nouns.text)
-            n2o = alignment_loss(objects.vectors, f_noun, nouns.valid, nouns.same, cfg.tau)
-            losses["n2o"] = n2o  # Eq. 10-13
-        if cfg.w_v2a:
-            verbs = phrases.read(rows["verbs"], self.verb_prompt)
-            f_verb = self.adapter(verbs.text)
-            v2a = alignment_loss(actions.vectors, f_verb, verbs.valid, verbs.same, cfg.tau)
-            losses["v2a"] = v2a  # Eq. 10-13
-        return losses
-
-    @torch.no_grad()
-    def generate(self, before: Tensor, after: Tensor) -> Tensor:
-        """Features (B, C, H, W) of both images -> ids of greedy captions (B, max_len)."""
-        fused, *_ = self.encode(before, after)
-
-        def next_word(ids: Tensor) -> Tensor:
-            hidden, _ = self.decoder(ids, fused)
-            return self.decoder.head(hidden[:, -1])
-
-        return decode(next_word, before.shape[0], self.max_len, before.device)
-
-    @torch.no_grad()
-    def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        """Maps (B, H, W) by name; each sums to 1. "decoder": the last layer's attention, averaged
-        over heads and over the words of ids (B, L), with its softmax over the N cells only; 0 if
-        there are no words. "objects", "actions": vector_attention, averaged over vectors."""
-        _, height, width = self.grid
-        fused, objects, actions = self.encode(before, after)
-        cells = fused[:, : height * width]
-        _, words = self.decoder(ids, fused)
-        attention = self.decoder.layers[-1].cross_attention
-        query, key, _ = attention.project(words, cells)
-        weight = attention.scores(query, key).softmax(-1).mean(1)  # (B, L, N)
-        # Row t is the state that predicts word t + 1.
-        maps = {"decoder": masked_mean(weight[:, :-1], is_word(ids[:, 1:]))}  # (B, N)
-        for name, weight in self.vector_attention(objects, actions).items():
-            maps[name] = weight.mean(1)
-        return {name: x.unflatten(1, (height, width)) for name, x in maps.items()}
-
-    def vector_attention(
-        self, objects: Distilled | None, actions: Distilled | None
-    ) -> dict[str, Tensor]:
-        """Where each of the K "objects" and "actions" looks in its last pass, over cells (B, K, N).
-        objects, actions: from `encode`."""
-        weights = {}
-        if objects is not None:
-            weights["objects"] = self.objects.attention(objects)
-        if actions is not None:
-            weights["actions"] = self.actions.attention(actions)
-        # Vectors that attend to the other ones look where those look: weights are multiplied,
-        # (B, K, M) (B, M, N) -> (B, K, N).
-        if self.cfg.order == "n+v":
-            weights["actions"] = weights["actions"] @ weights["objects"]
-        if self.cfg.order == "v+n":
-            weights["objects"] = weights["objects"] @ weights["actions"]
-        return weights
 
 
 # ---- segments ------------------------------------------------------------------------------------

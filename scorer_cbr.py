@@ -16,7 +16,7 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids, a vocabular
        v  caption_loss, Eq. 12                         v  its match with x_aft, cbr_loss, Eq. 11
     L_cap                                           L_cm
 Gradients: nothing is detached. L_cap trains encoder and decoder, L_cm these without `head`, and
-CBR. L_cv trains embed, and queries and keys of the first layer. Both learn a scale of their own.
+CBR. L_cv trains embed, and queries and keys of the first layer. L_cv and L_cm each learn a scale.
 
 Idea. (1) When the camera moves, all features change, so subtracting one image from the other shows
 much more than the change. A contrastive loss teaches each image to find its partner in the batch by
@@ -41,8 +41,8 @@ Eq. 1     ImageEmbedding     X = conv(features) + position
 Eq. 2     Match              TM_ab = (mean_n max_m q_an.k_bm                tokens not normalised
                                      + mean_m max_n q_an.k_bm) / 2
 Eq. 3     Match              MTM = TM in several subspaces                  mean over heads [ours]
-Eq. 4     match_loss         L_cv = (nce(S) + nce(S')) / 2, S, S' = MTM of  q, k of Eq. 5; 1 / tau
-                             X_bef to X_aft and of X_aft to X_bef, / tau    is e^log_scale, learned
+Eq. 4     match_loss         L_cv = (nce(S / tau) + nce(S' / tau)) / 2,     of q, k of Eq. 5;
+                             S = MTM(X_bef, X_aft), S' = MTM(X_aft, X_bef)  1 / tau = e^log_scale
 Eq. 5     CrossView          unchanged = MHCA(X, partner)                   no output projection
 Eq. 6     CrossView          new X = LN(X + unchanged)
 Eq. 7     Fusion             difference = ReLU(W [new X_bef ; new X_aft])   dropout
@@ -179,8 +179,8 @@ def match_by_definition(q: Tensor, k: Tensor, heads: int) -> Tensor:
     q = q.unflatten(-1, (heads, -1))  # (A, N, h, D/h)
     k = k.unflatten(-1, (heads, -1))  # (B, M, h, D/h)
     s = torch.einsum("anhc,bmhc->abhnm", q, k)
-    both = s.amax(-1).mean(-1) + s.amax(-2).mean(-1)  # Eq. 2, (A, B, h)
-    return both.mean(-1) / 2  # Eq. 3, (A, B)
+    tm = (s.amax(-1).mean(-1) + s.amax(-2).mean(-1)) / 2  # Eq. 2, (A, B, h)
+    return tm.mean(-1)  # Eq. 3, (A, B)
 
 
 class Match(nn.Module):
@@ -472,8 +472,7 @@ class SCORER(nn.Module):
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Where the decoder looked: the last layer's attention over cells, averaged over heads and
-        over the words of ids (B, L) -> "attention" (B, H, W). The released code shows the scores
-        before the softmax."""
+        over the words of ids (B, L) -> "attention" (B, H, W)."""
         difference, *_ = self.encode(before, after)
         _, words = self.decoder(ids, difference)
         attention = self.decoder.layers[-1].cross_attention
