@@ -49,8 +49,10 @@ class Test:
         self.caption = batch.caption
         self.texts = batch.texts
         self.images = batch.images
-        distractors = self.dataset.batch([scene.pairs[1] for scene in scenes]).to("cpu")
-        self.unchanged = distractors.after  # the unchanged picture of the same scene
+        self.distractors = [scene.pairs[1] for scene in scenes]
+        batch = self.dataset.batch(self.distractors).to("cpu")
+        self.unchanged = batch.after  # the unchanged picture of the same scene
+        self.unchanged_caption = batch.caption
         self.boxes = [self.dataset.boxes[pair.id] for pair in self.pairs]  # (before, after)
         self.in_before = covered([before for before, _ in self.boxes])  # (B, N)
         self.in_after = covered([after for _, after in self.boxes])
@@ -314,7 +316,7 @@ def measure_idc(tell, test: Test, run: Captioner) -> None:
     that were pre-trained by FDA are there for this loss alone."""
     model = run.model
     if model.cfg.fda:
-        tell("L_FDA (Eq. 9)", align_loss_of(model, test), math.log(1 + idc_pretrain.REWRITES))
+        tell_fda(tell, test, model)
         return
     start_and_end = torch.zeros_like(test.caption)
     start_and_end[:, 0] = START
@@ -341,20 +343,27 @@ def measure_idc(tell, test: Test, run: Captioner) -> None:
     tell_decoder(tell, test, run)
 
 
-def align_loss_of(model: idc_pretrain.IDC, test: Test) -> Tensor:
+def tell_fda(tell, test: Test, model: idc_pretrain.IDC) -> None:
     """L_FDA, with rewrites that are made of the test captions as in training."""
     dataset = copy.copy(test.dataset)
     dataset.scenes = {"train": test.dataset.scenes["test"]}
     rewrites = idc_pretrain.rewrite(dataset)
-    ids = []
-    for pair in test.pairs:
-        ids.append([dataset.vocab.encode(text, dataset.max_len) for text in rewrites[pair.id]])
-    images = (test.before, test.after)
-    if model.cfg.blind:
-        images = [torch.zeros_like(x) for x in images]
-    rows = blocks(20, *images, test.caption, torch.tensor(ids))
-    losses = [model.fda(*row)["fda"] for row in rows]
-    return torch.stack(losses).mean()
+    before = test.before
+    kinds = {
+        "changed": (test.pairs, test.after, test.caption),
+        "unchanged": (test.distractors, test.unchanged, test.unchanged_caption),
+    }
+    for kind, (pairs, after, caption) in kinds.items():
+        ids = []
+        for pair in pairs:
+            ids.append([dataset.vocab.encode(text, dataset.max_len) for text in rewrites[pair.id]])
+        if model.cfg.blind:
+            before = torch.zeros_like(before)
+            after = torch.zeros_like(after)
+        rows = blocks(20, before, after, caption, torch.tensor(ids))
+        losses = [model.fda(*row)["fda"] for row in rows]
+        guess = math.log(1 + idc_pretrain.REWRITES)
+        tell(f"L_FDA (Eq. 9) of {kind} pairs", torch.stack(losses).mean(), guess)
 
 
 def found_by_place(test: Test, rate: float) -> Tensor:
