@@ -192,6 +192,7 @@ def measure_dirl(tell, test: Test, run: Captioner) -> None:
     model = run.model
     if model.cfg.w_dirl:
         tell_channels(tell, "Y", lambda features: y_of(model, features), test)
+        tell_loss(tell, model, test)
     tell_channels(tell, "X", model.embed, test)
     tell_decoder(tell, test, run)
 
@@ -203,6 +204,15 @@ def y_of(model: dirl_ccr.DIRL, features: Tensor) -> Tensor:
     if not model.cfg.use_coords:
         x = x - model.embed.position().flatten(1).T
     return model.mlp(x)
+
+
+def tell_loss(tell, model: dirl_ccr.DIRL, test: Test) -> None:
+    """L_dirl, of Eq. 4."""
+    before = y_of(model, test.before)
+    after = y_of(model, test.after)
+    for whose, other in {"": after, ', "after" of another pair': after.roll(1, 0)}.items():
+        c = dirl_ccr.channel_correlation(before, other, 1e-5)
+        tell(f"L_dirl{whose}", dirl_ccr.dirl_loss(c, model.cfg.alpha))
 
 
 def tell_channels(tell, name: str, layer, test: Test) -> None:
@@ -246,19 +256,20 @@ def measure_rdd(tell, test: Test, run: Captioner) -> None:
     rows = phrases.rows_of(test.texts)
     prompts = {"nouns": model.noun_prompt, "verbs": model.verb_prompt}
     own = torch.eye(32, dtype=torch.bool)
-    for kind, name in (("nouns", "objects"), ("verbs", "actions")):
+    for kind in ("nouns", "verbs"):
         read = phrases.read(rows[kind], prompts[kind])
         f_l = F.normalize(model.adapter(read.text), dim=-1)
-        f_o = F.normalize(vectors[name].mean(1), dim=-1)  # Eq. 10
-        found = []
-        chances = []
-        for phrase, vector, row in blocks(32, f_l, f_o, rows[kind]):
-            rival = row[:, None] != row  # as in training, pairs with an equal phrase are none
-            cosines = phrase @ vector.T
-            found.append(cosines.masked_fill(~rival & ~own, -2))
-            chances.append(1 / (1 + rival.sum(1)))
-        by_chance = 100 * torch.cat(chances).mean()
-        tell(f"{kind} find the pair among 32, %", share_of_first(found), by_chance)
+        for name in vectors:
+            f_o = F.normalize(vectors[name].mean(1), dim=-1)  # Eq. 10
+            found = []
+            chances = []
+            for phrase, vector, row in blocks(32, f_l, f_o, rows[kind]):
+                rival = row[:, None] != row  # as in training, pairs with an equal phrase are none
+                cosines = phrase @ vector.T
+                found.append(cosines.masked_fill(~rival & ~own, -2))
+                chances.append(1 / (1 + rival.sum(1)))
+            by_chance = 100 * torch.cat(chances).mean()
+            tell(f"{kind} find {name} of the pair among 32, %", share_of_first(found), by_chance)
 
 
 def measure_cheers(tell, test: Test, run: Captioner) -> None:

@@ -194,6 +194,8 @@ def draw_idc(figure, test: Test, run: Captioner, pretrained: Captioner) -> None:
         titles = ["masked cell", *[f"cosine {cosine:.4f}" for cosine in cosines[n]]]
         panels = []
         for title, place in zip(titles, [int(masked[n]), *best[n].tolist()], strict=True):
+            if panels and place == masked[n]:
+                title += ", right"
             picture = pictures[place // (2 * N)][place // N % 2]
             panels.append((title, picture, None, {"white": box_of(place % N)}))
         draw_row(figure, PAIR + 0.3, 0.9 - row * ROW, panels)
