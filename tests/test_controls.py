@@ -86,9 +86,9 @@ def test_the_first_of_a_row_is_counted():
 
 
 def test_a_cell_of_a_table_is_a_mean_with_its_range():
-    rows = {"a": {"no model": [6.25], "x": [80.0, 90.0]}, "b": {"x": [0.5]}}
+    rows = {"a, %": {"no model": [6.25], "x": [80.0, 90.0]}, "b": {"x": [0.5]}}
     *_, a, b = controls.table_of(rows).splitlines()
-    assert a == "| a | 85.0 (10.0) | 6.2 |"
+    assert a == "| a, % | 85.0 (10.0) | 6.2 |"
     assert b == "| b | 0.500 |  |"
 
 

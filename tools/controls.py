@@ -74,7 +74,8 @@ def table_of(rows: dict) -> str:
     lines = [table_line(["", *columns]), "|---" * (len(columns) + 1) + "|"]
     for measure, cells in rows.items():
         largest = max(max(of_seeds) for of_seeds in cells.values())
-        digits = 1 if largest >= 3 else 3
+        in_percent = any(name.endswith("%") for name in (measure, *cells))
+        digits = 1 if in_percent or largest >= 100 else 3
         line = [measure]
         for column in columns:
             of_seeds = cells.get(column, [])
