@@ -66,9 +66,9 @@ def draw_learning(figure, runs: Path) -> None:
         steps, _ = curves[0]
         mean = np.mean([ciders for _, ciders in curves], 0)
         axes.plot(steps, mean, ".-", color="C0", linewidth=2)
-        axes.set(title=row, xlabel="step", xlim=(0, None), ylim=(0, None))
+        axes.set(title=row, xlabel="step", xlim=(0, None))
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("validation CIDEr")
+    panels[0].set(ylabel="validation CIDEr", ylim=(0, None))  # of all panels, which share it
 
 
 def draw_pairs(figure, test: Test, runs: dict[str, Captioner]) -> None:
