@@ -174,11 +174,11 @@ class Embedding(nn.Module):
     def image(self, features: Tensor, part: int) -> Tensor:
         """Features (B, C, H, W) -> [IMG1] or [IMG2], then the cells (B, 1 + N, D)."""
         cells = self.finish(self.cells(features), part)  # Eq. 2-3
-        return torch.cat([self.special(part, len(cells)), cells], 1)
+        return torch.cat([self.special(part, cells.shape[0]), cells], 1)
 
     def text(self, ids: Tensor) -> Tensor:
         """(B, L) -> [CLS], then the words (B, 1 + L, D)."""
-        return torch.cat([self.special(TEXT, len(ids)), self.words(ids)], 1)  # Eq. 1
+        return torch.cat([self.special(TEXT, ids.shape[0]), self.words(ids)], 1)  # Eq. 1
 
     def words(self, ids: Tensor, first: int = 0) -> Tensor:
         """(B, L) ids at positions first, first + 1, ... -> (B, L, D)."""
