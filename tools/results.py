@@ -1,6 +1,6 @@
 """Trains the rows of docs/results.md on mini, and fills in the tables of our pages. Not a test.
 
-    python tools/results.py                        run what is missing: seven hours on two cores
+    python tools/results.py                        run what is missing: nine hours on two cores
     python tools/results.py --only SCORER+CBR GDE  only these rows
     python tools/results.py --table                run nothing, only fill in the tables
     python tools/results.py --assets RUN           run nothing, make weights and pairs in assets/
