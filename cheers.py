@@ -219,7 +219,7 @@ class HRD(nn.Module):
 
     Entities name what changed. L_C: a cell should match the other image where it does not match the
     entities. L_D: F - shared should match the entities where it does not match its own image F.
-    Only the maps of C'_i and D'_i are used, and so of D_i before the last layer, for L_C and L_D.
+    Nothing reads C'_i and D'_i but their maps. Before the last layer, this is so for D_i as well.
 
     [ours] L_C and L_D are means over both images. `raw` is F of the first layer in every layer: Eq.
     10 reads "the original raw features". The paper does not say what the next layer reads: here

@@ -18,7 +18,7 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids):
     Fine-tuning. Images see only images. A word sees them, [CLS], earlier words and itself.
         a [MASK] for each word [ours]    head: that word                     L_MLM, Eq. 6
         [IMG1] and [IMG2]                judge: did anything change?         L_judge, Sec. 3.1
-Gradients: nothing is detached. Each loss trains its head, if it has one, E, E_p, E_s and embed.
+Gradients: nothing is detached. Each loss trains embed, E_s, E_p, E and, if it has one, its head.
 The paper's fine-tuning masks 15 % of the words, as its pre-training does, and predicts only these.
 On mini, pre-training is MVCL alone [ours].
 
@@ -315,7 +315,7 @@ def causal_mask(visual: int, length: int, asked: int, device) -> Tensor:
         m2      x |   x    x   x  |     x
 
     As released, images do not see the text. In the paper, "the attention on the visual side does
-    not change". Then, through the images, a word would see later words, the judge the caption."""
+    not change". But then words would see later words, and the judge the caption, through images."""
     text = torch.arange(length, device=device)
     before_text = torch.full((visual,), -1, device=device)
     place = torch.cat([before_text, text, text[length - asked :]])
