@@ -3,6 +3,7 @@ pictures of models that are not trained."""
 
 import json
 import sys
+from types import SimpleNamespace
 
 import controls
 import measures
@@ -83,6 +84,12 @@ def test_uniform_attention_is_in_the_box_by_chance():
 
 def test_the_first_of_a_row_is_counted():
     assert measures.share_of_first([torch.eye(4), torch.eye(4).roll(1, 0)]) == 50
+
+
+def test_a_masked_cell_is_found_by_the_other_image_only_if_this_is_like_it():
+    strangers = SimpleNamespace(before=Pairs.before, after=Pairs.after.roll(1, 0))
+    assert measures.found_by_place(Pairs, 0.7) == 100
+    assert measures.found_by_place(strangers, 0.7) < 5
 
 
 def test_a_cell_of_a_table_is_a_mean_with_its_range():
