@@ -1,9 +1,5 @@
-"""What a copied method needs besides its file: no equation of a single paper, no files, no runs.
-
-    layers         Attention, initialise, GridPosition, sinusoid, masked_mean
-    losses         upcast, info_nce
-    decoding       NULL, UNK, START, END, is_word, decode
-    configuration  InputError, RunConfig, learning_rate, set_up_device
+"""Layers, losses, greedy decoding and settings that all five methods share. Nothing here belongs to
+a single paper, and nothing reads or writes a file.
 
 Axis letters: A, B images or pairs; N, M grid cells; D width; h heads; L ids of a caption, padding
 included, or other tokens; V ids of the vocabulary; C channels; H, W rows and columns of the grid.
@@ -26,9 +22,7 @@ from torch import Tensor
 
 class Attention(nn.Module):
     """Multi-head attention softmax(q k^T / sqrt(D/h)) v (Vaswani et al. 2017, section 3.2).
-
-    forward: x (B, L, D), source (B, M, D) -> (B, L, D). Its two halves, `project` and `attend`, are
-    methods of their own, because matching losses and attention maps read the projections."""
+    x (B, L, D), source (B, M, D) -> (B, L, D). Losses and attention maps call `project` alone."""
 
     def __init__(self, dim: int, heads: int, dropout: float = 0.0, out_proj: bool = True):
         super().__init__()
@@ -48,16 +42,14 @@ class Attention(nn.Module):
         return self.attend(q, k, v, causal, mask)
 
     def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """-> the query of x (B, L, D), the key and the value of source (B, M, D). The first D/h
-        numbers belong to the first head, and so on."""
+        """-> the query of x (B, L, D), the key and the value of source (B, M, D)."""
         return self.query(x), self.key(source), self.value(source)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, mask: Tensor | None = None
     ) -> Tensor:
-        """q (B, L, D), k and v (B, M, D) -> (B, L, D).
-
-        mask: bool (B or 1, 1, L or 1, M), True where x may attend; only without causal=True."""
+        """q (B, L, D), k and v (B, M, D) -> (B, L, D). mask: bool (B or 1, 1, L or 1, M), True
+        where x may attend; only without causal=True."""
         q = self._split(q)
         k = self._split(k)
         v = self._split(v)
@@ -84,7 +76,9 @@ def initialise(module: nn.Module, xavier: bool) -> None:
                 nn.init.xavier_uniform_(p)
     for m in module.modules():
         if isinstance(m, Attention):
-            for linear in (m.query, m.key, m.value):  # as parts of one matrix (3D, D)
+            # nn.MultiheadAttention draws all three as one matrix (3D, D). Its bound, sqrt(6/4D), is
+            # sqrt(1/2) times that of a matrix (D, D).
+            for linear in (m.query, m.key, m.value):
                 nn.init.xavier_uniform_(linear.weight, gain=0.5**0.5)
                 nn.init.zeros_(linear.bias)
             if isinstance(m.out, nn.Linear):
@@ -100,16 +94,13 @@ class GridPosition(nn.Module):
         self.row = nn.Embedding(height, dim - dim // 2)
 
     def forward(self) -> Tensor:
-        height = self.row.num_embeddings
-        width = self.col.num_embeddings
-        col = self.col.weight[None].expand(height, -1, -1)  # (H, W, D/2)
-        row = self.row.weight[:, None].expand(-1, width, -1)  # (H, W, D/2)
+        col = self.col.weight[None].expand(self.row.num_embeddings, -1, -1)  # (H, W, D/2)
+        row = self.row.weight[:, None].expand(-1, self.col.num_embeddings, -1)  # (H, W, D/2)
         return torch.cat([col, row], -1).permute(2, 0, 1)
 
 
 def sinusoid(length: int, dim: int) -> Tensor:
-    """-> (length, D), fixed positions, with sines in even channels and cosines in odd ones (Vaswani
-    et al. 2017, section 3.5)."""
+    """-> fixed positions (length, D) of sines and cosines (Vaswani et al. 2017, section 3.5)."""
     position = torch.arange(length)[:, None]
     frequency = torch.exp(torch.arange(0, dim, 2) * (-math.log(10000.0) / dim))
     angle = position * frequency
@@ -129,14 +120,12 @@ def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
 
 
 def upcast(x: Tensor) -> Tensor:
-    """Turn bfloat16 or float16 into float32, for sums and scores that need more than two or three
-    digits. Other types stay unchanged."""
+    """Turn bfloat16 or float16, which have two or three digits, into float32."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def info_nce(scores: Tensor) -> Tensor:
     """InfoNCE over rows: -mean_a log softmax_b(scores)_aa (van den Oord et al. 2018).
-
     scores (B, B), partners on the diagonal -> a scalar."""
     partner = torch.arange(scores.shape[0], device=scores.device)
     return F.cross_entropy(scores, partner)
@@ -160,9 +149,9 @@ def decode(next_word: Callable[[Tensor], Tensor], count: int, max_len: int, devi
     """Write `count` captions word by word, each time the likeliest word. -> ids (B, max_len),
     B = count: START, at most max_len - 1 words, then NULL, without END.
 
-    next_word(ids (B, t)) -> logits (B, V) of word t. It reads all words anew each time. (Keeping
-    their keys and values would be faster, but each decoder would need code for it.) `generate`
-    turns gradients off. If `decode` did so as well, torch.export.save would fail."""
+    next_word(ids (B, t)) -> logits (B, V) of word t, from all words anew. (Keeping their keys and
+    values would be faster, but each decoder would need code for it.) `generate` turns gradients
+    off; if `decode` did, torch.export.save would fail."""
     ids = torch.full((count, max_len), NULL, device=device)
     ids[:, 0] = START
     ended = torch.zeros(count, dtype=torch.bool, device=device)
@@ -188,27 +177,18 @@ class InputError(ValueError):
 
 @dataclass
 class RunConfig:
-    """The settings that all methods share. A method's Config adds its own. The comment on a field's
-    line is its --help text.
+    """The settings that all methods share. A field's comment is its --help text.
 
     parse_args fills in data_dir, out_dir and device, `preset` only data_dir: from Python, set the
     others before `train`, and call set_up_device. InputError for a value that cannot work."""
 
-    # Flags may change these fields of a checkpoint's Config: paths, because files may have moved,
-    # and what does not affect the steps already done (refuse_changes has an exception).
+    # With --resume, --eval and --caption, flags may change only these fields: paths, because files
+    # may have moved, and settings that do not alter the steps already done (but `steps` may not
+    # change with --schedule cosine: see refuse_changes).
     MAY_CHANGE = {
-        "extractor",
-        "data_dir",
-        "out_dir",
-        "device",
-        "compile",
-        "features",
-        "steps",
-        "log_every",
-        "eval_every",
-        "eval_batch",
-        "patience",
-    }
+        "extractor", "data_dir", "out_dir", "device", "compile", "features", "steps",
+        "log_every", "eval_every", "eval_batch", "patience",
+    }  # fmt: skip
     # The least and the largest value of a number, if not 0 and infinity.
     RANGES = {
         "steps": (1, math.inf),
@@ -252,8 +232,7 @@ class RunConfig:
                 # From Python, a wrong word would choose one of several branches in silence.
                 choices = typing.get_args(kind)
                 if value not in choices:
-                    expected = ", ".join(map(str, choices))
-                    raise InputError(f"--{name} {value}: expected one of {expected}")
+                    raise InputError(f"--{name} {value}: expected one of {', '.join(choices)}")
             elif kind in (int, float):
                 least, largest = self.RANGES.get(name, (0, math.inf))
                 if not least <= value <= largest:
@@ -275,8 +254,7 @@ def learning_rate(cfg: RunConfig, step: int) -> float:
 
 
 def set_up_device(device: str) -> None:
-    """Set PyTorch up for the device, so that training and a later --eval compute in the same way.
-    This affects the whole process."""
+    """Set this process up for the device, so that training and a later --eval compute alike."""
     on_cuda = device.startswith("cuda")
     # "high" is TF32. It applies to matrix products outside autocast's bfloat16.
     torch.set_float32_matmul_precision("high" if on_cuda else "highest")

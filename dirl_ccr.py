@@ -1,37 +1,38 @@
 """DIRL+CCR: Distractors-Immune Representation Learning with Cross-modal Contrastive Regularization
 for Change Captioning (Tu et al., ECCV 2024).
 
+A pair shows a scene before and after a change or, if it is a distractor, only another camera and
+light; then its caption says that nothing changed. The method has three ideas:
+1.  Under another camera or light, each channel of the features should keep its values, and
+    different channels should stand for different things. So a loss correlates each channel of
+    "before" with the same channel of "after", and decorrelates it from all others.
+2.  Cross-attention is to find in the other image what both share, though no loss asks for it.
+    Subtracting it leaves the change.
+3.  The changed object is often small, so the decoder easily attends to the wrong cells. A
+    contrastive loss ties the words of a caption to the differences that they attended to.
+
 The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids, a vocabulary of 76):
     before, after (1024, 14, 14) each               In training only:
        v  embed, Eq. 1
     x_bef, x_aft (196, 512) each . . . . . . . . . > y_bef, y_aft (196, 512) each, by mlp, Eq. 2
-       v  cross_view, Eq. 5                            v  channel_correlation, Eq. 3
-    shared_bef, shared_aft (196, 512) each          c (512, 512), over all cells of the batch
-       v  x - shared of each image, Eq. 6              v  dirl_loss, Eq. 4
-    difference_bef, difference_aft (196, 512) each  L_dirl
-       v  fuse, Eq. 7
+       v  cross_view, the first, LN(x + shared)        v  channel_correlation, Eq. 3
+    new_bef, new_aft (196, 512) each                c (512, 512), over all cells of the batch
+       v  cross_view, the second, Eq. 5                v  dirl_loss, Eq. 4
+    shared_bef, shared_aft (196, 512) each          L_dirl
+       v  x - shared of each image, fuse, Eq. 6-7
     difference (196, 512) and caption (24 ids)
        v  decoder, Eq. 8-10
-    words, visual, hidden (24, 512) each . . . . . > mean_words, mean_visual (512) each, Eq. 12
-       v  decoder.head, Eq. 11                         v  ccr_loss, Eq. 13-14, in a batch of B pairs
-    logits (24, 76), L_cap by Eq. 15                L_ccr
-Gradients: nothing is detached. L_cap trains encoder and decoder; L_ccr the encoder and what makes
-`words` and `visual`; L_dirl embed and mlp.
+    hidden (24, 512) . . . . . . . . . . . . . . . > words, visual (24, 512) each, of Eq. 8 and 9
+       v  decoder.head, Eq. 11                         v  ccr_loss, Eq. 12-14, in a batch of B pairs
+    logits (24, 76)                                 L_ccr
+       v  caption_loss, Eq. 15
+    L_cap
 
-Idea. (1) Under another camera or light, each channel of the features should keep its values, and
-different channels should stand for different things. So a loss correlates each channel of "before"
-with the same channel of "after", and decorrelates it from all others. (2) Cross-attention finds in
-the other image what both images share. Subtracting it leaves the change. (3) The changed object is
-often small, so the decoder easily attends to the wrong cells. A contrastive loss ties the words of
-a caption to the differences that the decoder saw at these words.
-
-Terms. A changed pair shows a scene before and after a change. In a distractor pair, only camera and
-light differ. A step of CLEVR-Change or mini has a batch of each kind, of the same scenes. In half
-of the scenes, "before" and the distractor picture change places (as released).
-
-Read first: channel_correlation, dirl_loss, CrossView, DecoderLayer, ccr_loss, and DIRL's encode,
-forward and ccr. Skip at first: Decoder, attention_map, and all that follows the class DIRL.
-
+Read first: CrossView, DecoderLayer, channel_correlation, dirl_loss, ccr_loss, DIRL.encode and
+.forward, compute_losses. Skip at first: Decoder, attention_map, and what else follows DIRL, such as
+"other forms" at the end: parts of ablations and of the released code.
+Defaults follow the paper, unless a comment says "as released" (the authors' code) or [ours].
+RELEASED, below, lists what --variant released changes.
 Equation  where                in the code              as printed, for each image of a pair
 Eq. 1     ImageEmbedding       x                        F~ = conv(F) + pos
 Eq. 2     DIRL.mlp             y                        Y~ = MLP(F~)
@@ -44,24 +45,21 @@ Eq. 8     DecoderLayer         words                    E^[W] = MHSA(E[W])
 Eq. 9     DecoderLayer         visual                   V^ = MHCA(E^[W], F~_d)
 Eq. 10    DecoderLayer         hidden                   V^' = LN(V^ + FFN(V^))
 Eq. 11    Decoder.head         softmax(logits)          W = softmax(V^' W_h + b_h)
-Eq. 12    DIRL.ccr             mean_words, mean_visual  E~[W] = 1/m E^[W], V~ = 1/HW V^
+Eq. 12    ccr_loss             mean_words, mean_visual  E~[W] = 1/m E^[W], V~ = 1/HW V^
 Eq. 13    ccr_loss             s                        sim = E~[W] . V~
 Eq. 14    ccr_loss             L_ccr                    1/2 (nce(sim / tau) + nce(sim^T / tau))
 Eq. 15    caption_loss         L_cap                    -sum of log p(next word)
 Eq. 16    total_loss           w_dirl, w_ccr            L_cap + lambda_d L_dirl + lambda_c L_ccr
-nce(S) = -mean_a log softmax_b(S)_aa (common.info_nce). Many of our functions add
-details to the printed equations and mark them: "as released" where the authors' code does the same,
-[ours] where neither does. RELEASED, after the class, lists where their code differs from this.
+nce(S) = -mean_a log softmax_b(S)_aa (info_nce). MHCA, MHSA: multi-head cross-, self-attention.
 Axis letters: B pairs, C channels of the features (of Eq. 3-4: D), H x W grid, N = H*W cells, D
 width, h heads, L ids of a caption (START, words, END, padding), V ids of the vocabulary.
-
 To copy: this file and common.py; to train, also data.py, scores.py and support/.
-Licence: MIT. Written from the paper; it contains no code from the authors' repository.
+Licence: MIT. It contains no code from the authors' repository.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -94,22 +92,23 @@ class Config(RunConfig):
     dim: int = 512  # width D of images, words and decoder (section 4.2)
     word_dim: int = 300  # width of word embeddings (section 4.2)
     heads: int = 8  # heads of every attention (as released)
-    layers: int = 2  # cross-attention layers (as released); the last gives Eq. 5's result
+    layers: int = 2  # cross-attention layers (as released); Eq. 5 is the last one [ours]
     decoder_layers: int = 2  # number of decoder layers (as released)
     dropout: float = 0.1  # dropout probability (as released)
     use_coords: bool = True  # append the cell's x and y to the features (released for CLEVR-Change)
     w_dirl: float = 0.5  # weight of L_dirl in Eq. 16 (section 4.6); 0 leaves it and its MLP out
     alpha: float = 0.003  # weight of decorrelation in Eq. 4 (as released); 0: correlation only
-    correlate: bool = True  # Eq. 4's first term; without it decorrelation only
     w_ccr: float = 0.3  # weight of L_ccr in Eq. 16 (section 4.6); 0 leaves it out
     tau: float = 0.5  # temperature of Eq. 14 (section 4.2)
-    # The attention of Eq. 5, LN(X' + attention) as released, or (a baseline) X_aft from X_bef.
-    difference: Literal["attention", "residual", "subtract"] = "attention"  # what Eq. 6 subtracts
     channel_eps: float = 1e-5  # keeps constant channels finite in Eq. 3 [ours]
+    # Other forms; skip at first. The default comes first. RELEASED, below, says what is released.
+    # "residual": LN(X + attention). "subtract", the baseline Subtraction: Eq. 7 of X_bef - X_aft.
+    difference: Literal["attention", "residual", "subtract"] = "attention"  # what Eq. 6 subtracts
+    correlate: bool = True  # Eq. 4's first term; without it decorrelation only (Table 7)
+    ccr_form: Literal["paper", "released"] = "paper"  # Eq. 12-14, or released_ccr
+    ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # equal captions [ours]
     input_norm: bool = True  # LayerNorm on the decoder's inputs (released for CLEVR-DC)
     xavier: bool = True  # Xavier-uniform fusion and decoder (released for CLEVR-DC); else PyTorch's
-    ccr_form: Literal["paper", "released"] = "paper"  # Eq. 12-14, or released_ccr at the end
-    ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # pairs with equal captions
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -118,8 +117,7 @@ class Config(RunConfig):
 class ImageEmbedding(nn.Module):
     """Eq. 1: X = conv_1x1(features) + position. (B, C, H, W) -> (B, N, D), n = row * W + column.
 
-    use_coords appends two channels to the features, the x and the y of each cell, both in [-1, 1).
-    The released code does so for CLEVR-Change. The paper does not mention it."""
+    use_coords appends the x and the y of each cell, both in [-1, 1) (released for CLEVR-Change)."""
 
     def __init__(self, channels: int, height: int, width: int, dim: int, use_coords: bool):
         super().__init__()
@@ -143,67 +141,64 @@ class ImageEmbedding(nn.Module):
 
 
 class CrossView(nn.Module):
-    """Eq. 5, one layer: what each image of a pair shares with the other, shared_bef = MHCA(X_bef,
-    X_aft) and shared_aft = MHCA(X_aft, X_bef).
+    """Eq. 5: what each image of a pair shares with the other, shared_bef = MHCA(X_bef, X_aft) and
+    shared_aft = MHCA(X_aft, X_bef). X_bef, X_aft (B, N, D) -> two tensors of the same shape.
 
-    Eq. 5 is the last layer. As released, others come before it. These have a residual: they return
-    X' = LN(X + shared), which only the next layer reads. Eq. 6 subtracts from X of Eq. 1.
+    Eq. 6 subtracts this, so that the decoder need not find the change among unchanged objects. In
+    SCORER, the same authors add it, because a caption may name these ("left of the cube"). The
+    attention can learn to flip the sign. [ours] Here X comes from earlier layers, if there are any,
+    and in Eq. 6 from Eq. 1."""
 
-    Eq. 6 subtracts what is shared, so that the decoder need not find the change among unchanged
-    objects. SCORER adds it, because a caption may name these ("left of the cube"). The attention
-    can learn to flip the sign of its output, so both are the same model, but for initial weights.
-
-    X_bef, X_aft (B, N, D) -> two tensors of the same shape."""
-
-    def __init__(self, cfg: Config, residual: bool):
+    def __init__(self, cfg: Config):
         super().__init__()
         self.attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
-        self.norm = nn.LayerNorm(cfg.dim) if residual else None
-        self.dropout = nn.Dropout(cfg.dropout)
 
     def forward(self, x_bef: Tensor, x_aft: Tensor) -> tuple[Tensor, Tensor]:
         shared_bef = self.attention(x_bef, x_aft)  # Eq. 5
         shared_aft = self.attention(x_aft, x_bef)  # Eq. 5
-        if self.norm is None:
-            return shared_bef, shared_aft
+        return shared_bef, shared_aft
+
+
+class ResidualCrossView(CrossView):
+    """A layer before that of Eq. 5 (as released), in which each image already sees the other. It
+    returns the new X = LN(X + shared) of both, which only the next layer reads. In the released
+    form, the last layer is of this kind, too, and Eq. 6 subtracts what it returns."""
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.norm = nn.LayerNorm(cfg.dim)
+        self.dropout = nn.Dropout(cfg.dropout)
+
+    def forward(self, x_bef: Tensor, x_aft: Tensor) -> tuple[Tensor, Tensor]:
+        shared_bef, shared_aft = super().forward(x_bef, x_aft)
         new_bef = self.norm(x_bef + self.dropout(shared_bef))
         new_aft = self.norm(x_aft + self.dropout(shared_aft))
         return new_bef, new_aft
 
 
 class Fusion(nn.Module):
-    """Eq. 7: ReLU(W [difference_bef ; difference_aft] + b). The dropout is as released; so is the
-    LayerNorm for CLEVR-DC, while the code released for CLEVR-Change has none (input_norm).
-
-    joined: both differences (B, N, 2D) or, for "subtract", a single one -> (B, N, D)."""
+    """Eq. 7: ReLU(W [difference_bef ; difference_aft] + b). Its dropout is as released; so is its
+    LayerNorm for CLEVR-DC, but not for CLEVR-Change. Both differences (B, N, D) -> (B, N, D)."""
 
     def __init__(self, cfg: Config):
         super().__init__()
-        width = cfg.dim if cfg.difference == "subtract" else 2 * cfg.dim
-        self.project = nn.Linear(width, cfg.dim)
+        self.project = nn.Linear(2 * cfg.dim, cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
         self.norm = nn.LayerNorm(cfg.dim) if cfg.input_norm else nn.Identity()
 
-    def forward(self, joined: Tensor) -> Tensor:
+    def forward(self, difference_bef: Tensor, difference_aft: Tensor) -> Tensor:
+        joined = torch.cat([difference_bef, difference_aft], -1)  # (B, N, 2D)
         return F.relu(self.dropout(self.norm(self.project(joined))))  # Eq. 7
-
-
-class Attended(NamedTuple):
-    """Results of the two attentions of a decoder layer, each (B, L, D)."""
-
-    words: Tensor  # Eq. 8, attention to this and earlier words
-    x1: Tensor  # LN(x + words), which attends to the difference; for attention_map, released_ccr
-    visual: Tensor  # Eq. 9, attention to the difference
-    x2: Tensor  # LN(x1 + visual); for released_ccr
 
 
 class DecoderLayer(nn.Module):
     """Eq. 8-10, a post-norm layer of the decoder: words attend to earlier words and then to the
-    difference, and a feed-forward network follows.
+    difference, and a feed-forward network follows. x (B, L, D), difference (B, N, D) -> `hidden`,
+    the new x, and `words`, `visual` and x1, all (B, L, D).
 
-    x (B, L, D), difference (B, N, D), mask (B, 1, L, L): which words each word may see -> `hidden`,
-    the new x (B, L, D), and Attended. The printed equations leave out most residuals, LayerNorms
-    and dropouts of the standard layer, which the paper cites. This layer has them."""
+    The printed equations leave out most residuals, LayerNorms and dropouts of the standard layer,
+    which the paper cites. This layer has them (as released). So E^[W] and V^ are `words` and
+    `visual` for Eq. 12, but x1 and x2, behind residual and norm, for Eq. 9 and 10."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -216,21 +211,20 @@ class DecoderLayer(nn.Module):
         self.norm3 = nn.LayerNorm(cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, difference: Tensor, mask: Tensor) -> tuple[Tensor, Attended]:
-        words = self.self_attention(x, x, mask=mask)  # Eq. 8
+    def forward(self, x: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        words = self.self_attention(x, x, causal=True)  # Eq. 8
         x1 = self.norm1(x + self.dropout(words))
         visual = self.cross_attention(x1, difference)  # Eq. 9
         x2 = self.norm2(x1 + self.dropout(visual))
         inner = self.dropout(F.relu(self.widen(x2)))
         hidden = self.norm3(x2 + self.dropout(self.output(inner)))  # Eq. 10
-        return hidden, Attended(words, x1, visual, x2)
+        return hidden, words, visual, x1
 
 
 class Decoder(nn.Module):
-    """Words and difference -> hidden states, from which `head` predicts the next words.
+    """Words and difference -> hidden states, from which `head`, Eq. 11, predicts the next words.
 
-    No position attends to later ones or to padding. Since padding comes last, the latter matters
-    only for the states at padding, over which released_ccr averages."""
+    A word sees only itself and earlier words, so padding at the end of a caption needs no mask."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
@@ -243,16 +237,15 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.decoder_layers))
         self.head = nn.Linear(cfg.dim, vocab_size)  # Eq. 11, without its softmax
 
-    def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Attended]:
-        """ids (B, L), difference (B, N, D) -> hidden states (B, L, D), and Attended of the last
-        layer, which L_ccr reads (as released; the paper does not say which layer)."""
-        x = self.embed(ids) + self.position[: ids.shape[1]]
+    def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """ids (B, L), difference (B, N, D) -> hidden states and, from the last layer, `words` and
+        `visual`, which L_ccr reads (as released; the paper does not say which layer), and x1, the
+        words as they attend to the difference, for attention maps. All (B, L, D)."""
+        x = self.embed(ids) + self.position[: ids.shape[1]]  # before `project`, as released
         x = self.dropout(self.norm(self.project(x)))
-        not_padding = (ids != NULL)[:, None, None, :]  # (B, 1, 1, L)
-        mask = not_padding.expand(-1, -1, ids.shape[1], -1).tril()  # (B, 1, L, L)
         for layer in self.layers:
-            x, attended = layer(x, difference, mask)  # Eq. 8-10
-        return x, attended
+            x, words, visual, x1 = layer(x, difference)  # Eq. 8-10
+        return x, words, visual, x1
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -262,14 +255,13 @@ def channel_correlation(y_bef: Tensor, y_aft: Tensor, eps: float) -> Tensor:
     """Eq. 3: correlation of every channel of "before" with every channel of "after".
     y_bef, y_aft (B, N, D) -> C (D, D).
 
-    As printed, the sum runs over the samples of a batch, and channels are not centred. Here, as in
-    the released code, it runs over all cells of the samples: cell n of "before" meets cell n of
-    "after", even if the camera has moved. Channels are centred, as in Barlow Twins, whose notation
-    the paper uses. The standard deviation is unbiased, so C_ii <= (BN - 1) / BN.
+    As released, and unlike the printed equation, the sum runs over all cells of all samples (cell n
+    of "before" meets cell n of "after", even if the camera has moved), and channels are centred, as
+    in Barlow Twins. The standard deviation is unbiased, so C_ii <= (BN - 1) / BN.
 
     Both images have the same positions in X (Eq. 1), so a channel of Y that depends on the cell
     alone agrees perfectly with itself, even between images of different pairs. So L_dirl can fall
-    while channels learn nothing about objects. On mini, this happens (docs/tour.md, "Positions").
+    while channels learn nothing about objects. On mini, it does (docs/tour.md, "DIRL+CCR").
 
     By hand, for four cells and two channels, equal in both images: (1, 1), (1, -1), (-1, 1),
     (-1, -1). All means are 0, variances 4/3, so C = ((3/4, 0), (0, 3/4)), if eps is 0."""
@@ -288,33 +280,44 @@ def dirl_loss(c: Tensor, alpha: float, correlate: bool = True) -> Tensor:
     By hand: C = ((0.5, 0.2), (0, 1)), alpha = 0.1: (1 - 0.5)^2 + 0 + 0.1 * 0.2^2 = 0.254."""
     diagonal = c.diagonal()
     others = c - diagonal.diag()
+    correlation = (1 - diagonal).square().sum()
     decorrelation = alpha * others.square().sum()
     if not correlate:
-        return decorrelation
-    return (1 - diagonal).square().sum() + decorrelation  # Eq. 4
+        return decorrelation  # ablation
+    return correlation + decorrelation  # Eq. 4
 
 
-def ccr_loss(mean_words: Tensor, mean_visual: Tensor, same: Tensor, tau: float) -> Tensor:
-    """Eq. 13-14, L_ccr: InfoNCE between the words of a caption and the differences that they attend
-    to, in both directions. The vectors are not normalised.
+def ccr_loss(
+    words: Tensor, visual: Tensor, caption: Tensor, tau: float, ignore_equal: bool = True
+) -> Tensor:
+    """Eq. 12-14, L_ccr: InfoNCE between the words of a caption and the differences that they attend
+    to, in both directions. words, visual (B, L, D) of Eq. 8-9, caption (B, L).
 
-    mean_words, mean_visual (B, D) of Eq. 12. same (B, B) bool: pairs that are not negatives of each
-    other, because their captions are equal (DIRL.ccr says why).
+    The words are those of the reference caption (section 3.4). If there are earlier layers,
+    `words` has already seen the difference in these. The paper divides V^ by HW, but V^ of Eq. 9
+    has one row for each word, so both means run over words. They are not normalised.
 
-    By hand: words and visual both (1, 0), (0, 1), tau = 0.5. S / tau = ((2, 0), (0, 2)), and each
-    row and column has -log(e^2 / (e^2 + 1)) = 0.127. If both pairs are the same, the loss is 0."""
+    By hand: two captions of one word, words and visual both (1, 0), (0, 1), tau = 0.5. S / tau =
+    ((2, 0), (0, 2)), and each row and column has -log(e^2 / (e^2 + 1)) = 0.127. If both captions
+    are equal, the loss is 0."""
+    valid = caption != NULL  # START and END are included
+    mean_words = masked_mean(words, valid)  # Eq. 12, (B, D)
+    mean_visual = masked_mean(visual, valid)  # Eq. 12, (B, D)
     # Scores may be in the hundreds, where bfloat16 has no decimals.
     with torch.autocast(mean_words.device.type, enabled=False):
         s = upcast(mean_words) @ upcast(mean_visual).T / tau  # Eq. 13, and tau of Eq. 14, (B, B)
-        own = torch.eye(s.shape[0], dtype=torch.bool, device=s.device)
-        s = s.masked_fill(same & ~own, float("-inf"))
+        # [ours] Pairs with equal captions are not negatives. In the paper, they are (section 3.5).
+        # Then equal words, which fit both pairs, give a floor, and push unchanged pairs apart.
+        if ignore_equal:
+            same = (caption[:, None] == caption).all(-1)  # (B, 1, L) == (B, L) -> (B, B)
+            own = torch.eye(s.shape[0], dtype=torch.bool, device=s.device)
+            s = s.masked_fill(same & ~own, float("-inf"))
         return (info_nce(s) + info_nce(s.T)) / 2  # Eq. 14
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
-    """Eq. 15, L_cap: cross-entropy of each next word.
-
-    logits (B, L, V) at words 0 ... L-1, caption (B, L) padded with NULL.
+    """Eq. 15, L_cap: cross-entropy of each next word. logits (B, L, V) at words 0 ... L-1,
+    caption (B, L) padded with NULL.
 
     By hand: two words with probabilities 1/2 and 1/4 -> (ln 2 + ln 4) / 2 = 1.04."""
     # As released, this is a mean over all real words of the batch. The paper sums over a sentence.
@@ -324,7 +327,10 @@ def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
 
 
 def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
-    """Eq. 16: L = L_cap + w_dirl L_dirl + w_ccr L_ccr, from the terms that DIRL.forward returns."""
+    """Eq. 16: L = L_cap + w_dirl L_dirl + w_ccr L_ccr, from the terms that DIRL.forward returns.
+
+    Nothing is detached. L_cap trains encoder and decoder, L_ccr what makes `words` and `visual`,
+    L_dirl embed and mlp."""
     dirl = losses.get("dirl", 0)
     ccr = losses.get("ccr", 0)
     return losses["caption"] + cfg.w_dirl * dirl + cfg.w_ccr * ccr  # Eq. 16
@@ -344,14 +350,15 @@ class DIRL(nn.Module):
         self.max_len = max_len
         self.embed = ImageEmbedding(*grid, cfg.dim, cfg.use_coords)
         self.cross_view = nn.ModuleList()
-        if cfg.difference != "subtract":
+        if cfg.difference != "subtract":  # the baseline Subtraction has no cross-view layer
             if cfg.layers == 0:
                 raise InputError("--layers 0 leaves no difference, X - X = 0; use 1 or more layers")
-            for _ in range(cfg.layers - 1):
-                self.cross_view.append(CrossView(cfg, residual=True))
-            self.cross_view.append(CrossView(cfg, residual=cfg.difference == "residual"))
-        self.fuse = Fusion(cfg)
-        self.decoder = Decoder(cfg, vocab_size, max_len)
+            self.cross_view.extend(ResidualCrossView(cfg) for _ in range(cfg.layers - 1))
+            Last = CrossView if cfg.difference == "attention" else ResidualCrossView
+            self.cross_view.append(Last(cfg))
+        self.fuse = Subtraction(cfg) if cfg.difference == "subtract" else Fusion(cfg)
+        Kind = Decoder if cfg.ccr_form == "paper" else ReleasedDecoder
+        self.decoder = Kind(cfg, vocab_size, max_len)
         if cfg.w_dirl:
             self.mlp = nn.Sequential(
                 nn.Linear(cfg.dim, 4 * cfg.dim),  # 4D and dropout as released
@@ -360,10 +367,10 @@ class DIRL(nn.Module):
                 nn.Linear(4 * cfg.dim, cfg.dim),
             )
         # As released. The paper does not say how weights are initialised.
-        for module in (self.embed, self.cross_view):
-            initialise(module, xavier=True)
-        for module in (self.fuse, self.decoder):
-            initialise(module, xavier=cfg.xavier)
+        initialise(self.embed, xavier=True)
+        initialise(self.cross_view, xavier=True)
+        initialise(self.fuse, cfg.xavier)
+        initialise(self.decoder, cfg.xavier)
         if cfg.w_dirl:
             initialise(self.mlp, xavier=True)
 
@@ -375,29 +382,28 @@ class DIRL(nn.Module):
         x_bef = self.embed(before)  # Eq. 1
         x_aft = self.embed(after)  # Eq. 1
         if self.cfg.difference == "subtract":
-            return self.fuse(x_bef - x_aft), x_bef, x_aft
+            return self.fuse(x_bef, x_aft), x_bef, x_aft  # ablation
+        new_bef = x_bef
+        new_aft = x_aft
         *earlier, last = self.cross_view
-        enriched_bef = x_bef
-        enriched_aft = x_aft
         for layer in earlier:
-            enriched_bef, enriched_aft = layer(enriched_bef, enriched_aft)  # X'
-        shared_bef, shared_aft = last(enriched_bef, enriched_aft)  # Eq. 5
-        difference_bef = x_bef - shared_bef  # Eq. 6
+            new_bef, new_aft = layer(new_bef, new_aft)
+        shared_bef, shared_aft = last(new_bef, new_aft)  # Eq. 5; released: LN(X + shared)
+        difference_bef = x_bef - shared_bef  # Eq. 6, with X of Eq. 1
         difference_aft = x_aft - shared_aft  # Eq. 6
-        joined = torch.cat([difference_bef, difference_aft], -1)  # (B, N, 2D)
-        return self.fuse(joined), x_bef, x_aft  # Eq. 7
+        return self.fuse(difference_bef, difference_aft), x_bef, x_aft  # Eq. 7
 
     def forward(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
         """before, after (B, C, H, W), caption (B, L) -> the terms of Eq. 16, by name.
 
-        At the start, with CLEVR-Change's sizes, random features and B = 16, "caption" is about 5
-        (ln 76 = 4.3 is a guess among all words). "dirl", a sum over 512 channels, is 10 to 70 for
-        pairs of equal images and 350 to 510 for unrelated ones. "ccr" is above ln 16 = 2.8, a guess
-        among the batch, because S is not normalised, or it is 0 if all captions are equal."""
+        At the start, with CLEVR-Change's sizes, random features and B = 16, "caption" is about 5,
+        and a guess among all words has ln 76 = 4.3. "dirl", a sum over 512 channels, is about 500
+        for unrelated images, and 12 to 60 for equal ones, mostly by the MLP's dropout (2 or 3
+        without). "ccr" is above ln 16 = 2.8, a guess among a batch, because S is not normalised."""
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft = self.encode(before, after)  # Eq. 1, 5-7
-        hidden, attended = self.decoder(caption, difference)  # Eq. 8-10
+        hidden, words, visual, _ = self.decoder(caption, difference)  # Eq. 8-10
         logits = self.decoder.head(hidden)  # Eq. 11
         losses["caption"] = caption_loss(logits, caption)  # Eq. 15
         if cfg.w_dirl:
@@ -406,28 +412,12 @@ class DIRL(nn.Module):
             c = channel_correlation(y_bef, y_aft, cfg.channel_eps)  # Eq. 3
             losses["dirl"] = dirl_loss(c, cfg.alpha, cfg.correlate)  # Eq. 4
         if cfg.w_ccr:
-            losses["ccr"] = self.ccr(attended, caption)  # Eq. 12-14
+            if cfg.ccr_form == "released":
+                losses["ccr"] = released_ccr(words, visual, cfg.tau, self.max_len)
+            else:
+                ignore_equal = cfg.ccr_equal_captions == "ignored"
+                losses["ccr"] = ccr_loss(words, visual, caption, cfg.tau, ignore_equal)  # Eq. 12-14
         return losses
-
-    def ccr(self, attended: Attended, caption: Tensor) -> Tensor:
-        """Eq. 12-14, L_ccr, of what the last decoder layer attended to; caption (B, L).
-
-        The words are those of the reference caption (section 3.4). If there are earlier layers,
-        `words` has already seen the difference in these. The paper divides V^ by HW, but V^ of Eq.
-        9 has one row for each word, so both means run over words."""
-        if self.cfg.ccr_form == "released":
-            assert caption.shape[1] == self.max_len, "pad captions to max_len"
-            return released_ccr(attended, self.cfg.tau)
-        valid = caption != NULL
-        mean_words = masked_mean(attended.words, valid)  # Eq. 12, (B, D)
-        mean_visual = masked_mean(attended.visual, valid)  # Eq. 12, (B, D)
-        # [ours] Pairs with equal captions are not negatives. In the paper, they are (section 3.5).
-        # Then the loss has a floor, because equal words fit both pairs, and unchanged pairs are
-        # pushed apart. (Sentences that differ and mean the same are still negatives.)
-        same = (caption[:, None] == caption).all(-1)  # (B, 1, L) == (B, L) -> (B, B)
-        if self.cfg.ccr_equal_captions == "negatives":
-            same = torch.zeros_like(same)
-        return ccr_loss(mean_words, mean_visual, same, self.cfg.tau)
 
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
@@ -435,7 +425,7 @@ class DIRL(nn.Module):
         difference, *_ = self.encode(before, after)
 
         def next_word(ids: Tensor) -> Tensor:
-            hidden, _ = self.decoder(ids, difference)
+            hidden, *_ = self.decoder(ids, difference)
             return self.decoder.head(hidden[:, -1])
 
         return decode(next_word, before.shape[0], self.max_len, before.device)
@@ -445,10 +435,10 @@ class DIRL(nn.Module):
         """Where the decoder looked: the last layer's attention over cells, averaged over heads and
         over the words of ids (B, L) -> "attention" (B, H, W)."""
         difference, *_ = self.encode(before, after)
-        _, attended = self.decoder(ids, difference)
-        look = self.decoder.layers[-1].cross_attention
-        q, k, _ = look.project(attended.x1, difference)
-        weight = look.scores(q, k).softmax(-1).mean(1)  # (B, L, N)
+        *_, x1 = self.decoder(ids, difference)
+        attention = self.decoder.layers[-1].cross_attention
+        q, k, _ = attention.project(x1, difference)
+        weight = attention.scores(q, k).softmax(-1).mean(1)  # (B, L, N)
         # Row t of the weights is from the state that predicts word t + 1.
         over_cells = masked_mean(weight[:, :-1], is_word(ids[:, 1:]))  # (B, N)
         return {"attention": over_cells.unflatten(1, self.grid[1:])}
@@ -456,22 +446,17 @@ class DIRL(nn.Module):
 
 # ---- presets -------------------------------------------------------------------------------------
 
-# Loss weights are from section 4.6. The paper gives no batch sizes or learning rates.
+# Steps are from section 4.2, loss weights from section 4.6. The paper has no batch sizes and rates.
+# Those of CLEVR-Change and CLEVR-DC are as released, with drops every 15 epochs.
 PRESETS = {
-    # The defaults: 10000 steps (section 4.2). As released: batches of 128 scenes (256 pairs; in
-    # CLEVR-DC 128 pairs), lr 2e-4, a tenth of the rate every 15 epochs (of 265 batches, in CLEVR-DC
-    # of 319), and no coordinates in CLEVR-DC. The paper describes one decoder, the released code
-    # has two. Our presets all take CLEVR-DC's (input_norm, xavier), so on CLEVR-Change we have
-    # neither the paper's decoder nor that of its code.
-    "clevr_change": dict(lr_drop=3975),
-    "clevr_dc": dict(w_dirl=0.03, w_ccr=0.05, lr_drop=4785, use_coords=False),
-    # [ours]: SCORER's batches, rates and steps between drops (4020, 2880), and no coordinates. The
-    # authors offer their code for Spot-the-Diff on a drive; we have not seen it.
+    "clevr_change": dict(lr_drop=3975),  # 265 batches an epoch; the rest are Config's defaults
+    "clevr_dc": dict(w_dirl=0.03, w_ccr=0.05, lr_drop=4785, use_coords=False),  # 319 batches
+    # [ours]: SCORER's batches, rates and drops, and no coordinates.
     "spot_the_diff": dict(w_ccr=0.004, batch_size=32, lr_drop=4020, use_coords=False),
     "image_editing_request": dict(w_dirl=0.001, w_ccr=0.05, batch_size=16, lr=1e-4, lr_drop=2880,
                                   use_coords=False),
-    # [ours] Your own pairs are usually few: half the width. The schedule is explained in SCORER's
-    # presets. The loss weights are Image Editing Request's; mini's are no better here.
+    # [ours] Your own pairs are usually few: half the width, SCORER's schedule. Mini's loss weights
+    # are no better than these of Image Editing Request.
     "pairs": dict(w_dirl=0.001, w_ccr=0.05, use_coords=False, dim=256, batch_size=16, lr=5e-4,
                   schedule="cosine", warmup=50, grad_clip=1.0, steps=2000, eval_every=1000,
                   select_by="ROUGE-L"),
@@ -482,29 +467,21 @@ PRESETS = {
 }  # fmt: skip
 
 # --variant released: where the released code differs from our default, with the places in
-# github.com/tuyunbin/DIRL at c2955e6
+# github.com/tuyunbin/DIRL at c2955e6. docs/released.md explains them, and what is not switched.
 RELEASED = {
-    # for every data set, also those whose code was not released
-    "all": dict(
-        # Eq. 5-6 subtract the attention's output. The released code subtracts LN(X' + attention).
-        difference="residual",  # models/DIRL.py:110-114
-        # The released code divides by the bare standard deviation. A constant channel gives NaN.
-        channel_eps=0.0,  # models/DIRL.py:92-93
-        # See released_ccr. Eq. 12 pools the results of Eq. 8-9; Eq. 14 has InfoNCE both ways.
-        ccr_form="released",  # models/CCR.py:88-107
-        # Not switched: the authors keep the best snapshot of each metric, on validation captions
-        # that are sampled (train.py:257). We decode greedily, as in section 4.2, and select by one.
+    "all": dict(  # for every data set
+        difference="residual",  # Eq. 6 subtracts LN(X + attention): models/DIRL.py:110-114
+        channel_eps=0.0,  # a constant channel gives NaN: models/DIRL.py:92-93
+        ccr_form="released",  # released_ccr: models/CCR.py:88-107
     ),
-    # For CLEVR-Change, the released decoder has no LayerNorm on its inputs and PyTorch's initial
-    # weights (models/CCR_no_init.py:120-127 and 201). Both data sets have more steps than in the
-    # paper (configs/dynamic/transformer_clevr_change.yaml:39, transformer_dc.yaml:37).
+    # models/CCR_no_init.py:120-127, 201; configs/dynamic/transformer_clevr_change.yaml:39
     "clevr_change": dict(input_norm=False, xavier=False, steps=15000),
-    "clevr_dc": dict(steps=13000),
+    "clevr_dc": dict(steps=13000),  # configs/dynamic/transformer_dc.yaml:37
 }
 
 # DIRL+CCR in the paper's tables, which a run prints below its scores
 PUBLISHED = {
-    "clevr_change": {  # Table 2; the paper has no total
+    "clevr_change": {  # Table 2. That it has semantic changes is inferred from SCORER's row there
         "semantic change":
             {"BLEU-4": 54.6, "METEOR": 38.1, "ROUGE-L": 71.9, "CIDEr": 123.6, "SPICE": 31.8}},
     "clevr_dc": {  # Table 4
@@ -519,10 +496,13 @@ PUBLISHED = {
 
 
 def compute_losses(model: DIRL, batches: tuple, cfg: Config) -> dict[str, Tensor]:
-    """Eq. 16 and its terms, each a mean over a step's batches (changed pairs, distractor pairs).
+    """Eq. 16 and its terms, each a mean over the batches of a step: changed pairs and, in some data
+    sets, distractor pairs.
 
-    The two batches stay separate, as in the released code, so that the correlations of Eq. 3 and
-    the negatives of Eq. 14 come from one kind of pair."""
+    In CLEVR-Change and mini, a scene has one pair of each kind: (before, after) and (before,
+    distractor) or, in half of the scenes of an epoch, (distractor, after) and (distractor, before)
+    (as in SCORER's released code). The two batches stay separate, as released, so that Eq. 3 and 14
+    compare pairs of one kind."""
     losses: dict[str, Tensor] = {}
     for batch in batches:
         batch = batch.to(cfg.device)
@@ -534,10 +514,9 @@ def compute_losses(model: DIRL, batches: tuple, cfg: Config) -> dict[str, Tensor
     return losses
 
 
-def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
-    """Train on a data set (data.Dataset) and write cfg.out_dir -> the best model by validation.
-
-    `resume` continues from last.pt (see Run) as if training had never stopped.
+def train(cfg: Config, dataset, resume: bool = False) -> tuple[DIRL, dict]:
+    """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation, and its
+    checkpoint. `resume` continues from last.pt (see Run) as if training had never stopped.
     FloatingPointError if a loss is not finite."""
     from support.run import Run
 
@@ -570,12 +549,12 @@ def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
 
 
 def evaluate(
-    model: DIRL, dataset, split: str, cfg: Config, out_dir: Path | None = None
+    model: DIRL, dataset, split: str, cfg: Config, out_dir: Path | None = None, state=None
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir, for validation during training, these are the quick metrics. With out_dir,
-    every metric of every group of pairs is printed and written, with captions and pictures."""
+    Without out_dir, as in training, these are quick metrics. With it, all metrics of all groups are
+    printed and written, with captions, pictures, and how the checkpoint `state` was trained."""
     model.eval()
     captions = {}  # by pair id
     maps = {}
@@ -587,7 +566,7 @@ def evaluate(
             batch_maps = model.attention_map(batch.before, batch.after, ids)
             for b, pair_id in enumerate(batch.pair_ids):
                 maps[pair_id] = {name: m[b] for name, m in batch_maps.items()}
-    return dataset.results(split, captions, maps, out_dir, published=PUBLISHED)
+    return dataset.results(split, captions, maps, out_dir, published=PUBLISHED, state=state)
 
 
 def load(checkpoint: str | Path, device: str = "", extractor: str = ""):
@@ -615,23 +594,53 @@ def main(argv: list[str] | None = None) -> None:
         model, state = load_model(DIRL, cfg, args.eval)
         dataset.adopt(state)
     else:
-        model = train(cfg, dataset, args.resume)
+        model, state = train(cfg, dataset, args.resume)
     if args.split != "none":
-        evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir))
+        evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), state)
 
 
-# ---- as released ---------------------------------------------------------------------------------
+# ---- other forms ---------------------------------------------------------------------------------
 
 
-def released_ccr(attended: Attended, tau: float) -> Tensor:
-    """L_ccr of the released code, which differs in three things. The means are of states after the
-    residuals, so those for `visual` contain the words. They run over padding as well, up to the
-    longest caption of the data set. The loss is InfoNCE over the rows of (S + S^T) / 2. Pairs with
-    equal captions are negatives, as in the paper."""
-    mean_words = attended.x1.mean(1)
-    mean_visual = attended.x2.mean(1)
-    with torch.autocast(mean_words.device.type, enabled=False):
-        s = upcast(mean_words) @ upcast(mean_visual).T / tau
+class Subtraction(nn.Module):
+    """The baseline Subtraction: Eq. 7 of X_bef - X_aft of Eq. 1, in which the positions cancel.
+    X_bef, X_aft (B, N, D) -> (B, N, D)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.project = nn.Linear(cfg.dim, cfg.dim)
+        self.dropout = nn.Dropout(cfg.dropout)
+        self.norm = nn.LayerNorm(cfg.dim) if cfg.input_norm else nn.Identity()
+
+    def forward(self, x_bef: Tensor, x_aft: Tensor) -> Tensor:
+        return F.relu(self.dropout(self.norm(self.project(x_bef - x_aft))))  # Eq. 7
+
+
+class ReleasedDecoder(Decoder):
+    """The decoder for released_ccr, whose means run over padding. So, as released, the rows of
+    padding see only real words. `words` and `visual` are the states after the residuals, so
+    `visual` contains the words."""
+
+    def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x = self.embed(ids) + self.position[: ids.shape[1]]
+        x = self.dropout(self.norm(self.project(x)))
+        not_padding = (ids != NULL)[:, None, None, :]  # (B, 1, 1, L)
+        mask = not_padding.expand(-1, -1, ids.shape[1], -1).tril()  # (B, 1, L, L)
+        for layer in self.layers:
+            x1 = layer.norm1(x + layer.dropout(layer.self_attention(x, x, mask=mask)))
+            x2 = layer.norm2(x1 + layer.dropout(layer.cross_attention(x1, difference)))
+            inner = layer.dropout(F.relu(layer.widen(x2)))
+            x = layer.norm3(x2 + layer.dropout(layer.output(inner)))
+        return x, x1, x2, x1
+
+
+def released_ccr(words: Tensor, visual: Tensor, tau: float, max_len: int) -> Tensor:
+    """L_ccr of ReleasedDecoder's states: means over all ids, padding too, up to the longest caption
+    of the data set, and InfoNCE over the rows of (S + S^T) / 2. Pairs with equal captions are
+    negatives, as in the paper."""
+    assert words.shape[1] == max_len, "pad captions to max_len"
+    with torch.autocast(words.device.type, enabled=False):
+        s = upcast(words.mean(1)) @ upcast(visual.mean(1)).T / tau
         return info_nce((s + s.T) / 2)
 
 

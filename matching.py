@@ -1,11 +1,10 @@
 """Token matching, which SCORER+CBR (Eq. 2-3) and CHEERS (Eq. 9) share, fast and in little memory.
 
-token_match computes what match_by_definition of scorer_cbr.py defines. Read that function to learn
-what matching is; this file is about speed. Matching has two forms here: slices of the scores and
-embedding bags (match_in_slices, gradients_in_bags) and, for NVIDIA GPUs, two Triton kernels.
-custom_op makes both of them one operator of PyTorch, with a backward pass and for torch.compile.
+match_by_definition says what matching is. All that follows is about speed: token_match computes the
+same in slices of the scores and embedding bags (match_in_slices, gradients_in_bags) or, on NVIDIA
+GPUs, by two Triton kernels. custom_op makes both forms one operator of PyTorch.
 
-Axis letters: A, B images; N, M tokens; C channels. Licence: MIT.
+Axis letters: A, B images; N, M tokens; D width; h heads; C = D/h channels. Licence: MIT.
 """
 
 import functools
@@ -23,31 +22,57 @@ except ImportError:
     triton = None
 
 
-def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
+def match_by_definition(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
     """The similarity of every image a to every image b by their best-matching tokens (FILIP, 2022):
 
         1/2 [ mean_n max_m <q_an, k_bm> + mean_m max_n <q_an, k_bm> ].
 
-    q (A, N, C), k (B, M, C) -> (A, B), float32 (float64 for float64). With several heads, each has
-    a slice of the channels, and the result is their mean. For cosines, pass tokens of length 1. In
-    a tie, one winner gets the whole gradient. On CUDA, the kernels multiply float32 tokens in TF32,
-    whatever PyTorch's own setting is; where kernels are not used, that setting counts. Products of
-    bfloat16 tokens are exact, so there is no need to cast them; only the gradient's shares are
-    rounded.
+    q (A, N, D), k (B, M, D) -> (A, B). With several heads, each has a slice of the width, and the
+    result is their mean. For cosines, pass tokens of length 1.
 
-    A dense version needs A*B*N*M scores (2.5 GB at 128 pairs of 196 cells) four times over in the
-    backward pass. Only winners have a gradient, so this version holds few scores at a time and
-    keeps the winners:
+    By hand, with one head: the queries (1, 0), (0, 1) and the keys (1, 0), (1, 0) have the products
+    ((1, 1), (0, 0)). Row maxima 1, 0; column maxima 1, 1; similarity (0.5 + 1) / 2 = 0.75."""
+    q = q.unflatten(-1, (heads, -1))  # (A, N, h, D/h)
+    k = k.unflatten(-1, (heads, -1))  # (B, M, h, D/h)
+    s = torch.einsum("anhc,bmhc->abhnm", q, k)
+    similarity = (s.amax(-1).mean(-1) + s.amax(-2).mean(-1)) / 2  # (A, B, h)
+    return similarity.mean(-1)
+
+
+def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
+    """Compute match_by_definition fast: q (A, N, D), k (B, M, D) -> (A, B), float32 or float64.
+
+    In a tie, one winner gets the whole gradient. On CUDA, the kernels multiply float32 tokens in
+    TF32, whatever PyTorch's own setting is; where kernels are not used, that setting counts.
+    Products of bfloat16 tokens are exact; only the gradient's shares are rounded.
+
+    The definition needs A*B*N*M scores (2.5 GB at 128 pairs of 196 cells) four times over in the
+    backward pass. Only winners have a gradient, so this version keeps these:
 
         grad_q[a, n] = sum over b and m of share[n, m] k[b, m],
         share[n, m] = grad[a, b] ([m is n's best key] / 2N + [n is m's best query] / 2M),
 
     and grad_k is q times the same shares."""
-    channels = q.shape[-1]
-    assert channels % heads == 0, f"{channels} channels are not a multiple of {heads} heads"
+    width = q.shape[-1]
+    assert width % heads == 0, f"a width of {width} is not a multiple of {heads} heads"
     with torch.autocast(q.device.type, enabled=False):
         similarity, _, _ = _token_match(q, k, heads)
     return similarity
+
+
+# A winner is an int32 whose lowest bits are the number of the token that has won. The bits above
+# them are the score's if match_kernel wrote it, and zeros if match_in_slices did. Outside the
+# kernels, only numbers_of reads winners.
+
+
+def number_limit(tokens: int) -> int:
+    """The least power of 2 above every token's number."""
+    return 1 << (tokens - 1).bit_length()
+
+
+def numbers_of(winners: Tensor, tokens: int) -> Tensor:
+    """The numbers of the tokens that have won, of so many tokens."""
+    return winners & (number_limit(tokens) - 1)
 
 
 # On a CPU, heads take turns. Scores are made in slices, and embedding bags sum the winners.
@@ -56,7 +81,7 @@ SCORES_OF_A_SLICE = 2**25  # scores that are held at a time (a single image may 
 
 def match_each_head(q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Compute token_match and what its backward pass needs: q (A, N, D), k (B, M, D) -> (A, B),
-    each query's best key (heads, B, A, N) and each key's best query (heads, A, B, M), int32."""
+    winners of each query (heads, B, A, N), which are keys, and of each key (heads, A, B, M)."""
     total = 0
     best_key = []
     best_query = []
@@ -86,7 +111,7 @@ def gradients_each_head(
 
 def match_in_slices(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Match one head: q (A, N, C), k (B, M, C)
-    -> (A, B), each query's best key (A, B, N) and each key's best query (A, B, M), int32."""
+    -> (A, B), winners of each query (A, B, N), which are keys, and of each key (A, B, M)."""
     _, N, C = q.shape
     B, M, _ = k.shape
     # Image b is the last axis of the scores, because max_over_rows reduces the one before it.
@@ -109,7 +134,6 @@ def match_in_slices(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def max_over_rows(scores: Tensor) -> tuple[Tensor, Tensor]:
     """scores (X, N, Y) -> maxima over N and their rows, both (X, Y). In a tie, the first row wins.
-
     On a CPU, channels-last max pooling takes a fifth of the time that Tensor.max takes."""
     images = scores.unsqueeze(2).permute(0, 3, 1, 2)  # (X, Y, N, 1)
     maxima, rows = F.max_pool2d(images, (scores.shape[1], 1), return_indices=True)
@@ -120,7 +144,6 @@ def gradients_in_bags(
     grad: Tensor, q: Tensor, k: Tensor, best_key: Tensor, best_query: Tensor
 ) -> tuple[Tensor, Tensor]:
     """grad (A, B) and the winners of match_in_slices -> gradients of q (A, N, C) and k (B, M, C).
-
     An embedding bag sums the channels of the winners without copying them first."""
     A, N, C = q.shape
     B, M, _ = k.shape
@@ -129,16 +152,15 @@ def gradients_in_bags(
     # The winners' rows in `keys` and `queries`. int32 halves what has to be read.
     first_key = torch.arange(B, dtype=torch.int32, device=q.device)[:, None] * M
     first_query = torch.arange(A, dtype=torch.int32, device=q.device)[:, None, None] * N
-    key = (best_key + first_key).transpose(1, 2).reshape(A * N, B)
-    query = (best_query + first_query).permute(1, 2, 0).reshape(B * M, A)
+    key = (numbers_of(best_key, M) + first_key).transpose(1, 2).reshape(A * N, B)
+    query = (numbers_of(best_query, N) + first_query).permute(1, 2, 0).reshape(B * M, A)
     by_key = (grad[:, None] / (2 * N)).expand(A, N, B).reshape(A * N, B)
     by_query = (grad.T[:, None] / (2 * M)).expand(B, M, A).reshape(B * M, A)
     # Each token gets the channels of the token that it has chosen.
     grad_q = F.embedding_bag(key, keys, mode="sum", per_sample_weights=by_key)
     grad_k = F.embedding_bag(query, queries, mode="sum", per_sample_weights=by_query)
-    # It also gets the channels of those that have chosen it. Queries and keys are sorted together,
-    # because one sort is faster than two: `chosen` counts queries, then keys; `choosing` keys, then
-    # queries.
+    # It also gets the channels of those that have chosen it. One sort is faster than two, so
+    # `chosen` counts queries, then keys; `choosing` keys, then queries.
     chosen, order = torch.cat([query.flatten(), key.flatten() + A * N]).sort()
     rows = torch.arange(A * N + B * M, dtype=torch.int32, device=q.device)
     first = torch.searchsorted(chosen, rows, out_int32=True)  # where each token's entries begin
@@ -159,8 +181,8 @@ if triton:
         x, y, best, one, R, B, M, D, C: tl.constexpr,
         LIMIT_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
-        """Write to best (heads, B, R) the highest score that each row of x (R, D), the tokens of
-        all images, has in each image of y (B, M, D).
+        """Write to best (heads, B, R) the winner of each row of x (R, D), the tokens of all images,
+        in each image of y (B, M, D).
 
         A program has a block of rows, a block of images, and one head of C channels. It multiplies
         the rows by the first tokens of its images, then by the second tokens, and so on. Each time
@@ -168,7 +190,7 @@ if triton:
         padded.
 
         The number of a token replaces the lowest bits of its score, so that one maximum finds both.
-        LIMIT_M is a power of 2 above all numbers. Scores that differ by less than 3e-5 of their
+        LIMIT_M is number_limit(M). Scores that differ by less than 3e-5 of their
         size (for 256 tokens) then count as equal. A tie goes to the last token, or to the first one
         if the score is negative. tl.maximum ignores NaN, but where a token has NaN, the similarity
         is -inf or NaN."""
@@ -289,11 +311,9 @@ def kernels_fit(q: Tensor, k: Tensor, heads: int) -> bool:
 
 @functools.cache
 def kernels_work(device: torch.device, dtype: torch.dtype, N: int, M: int, C: int) -> bool:
-    """Say whether both kernels can be compiled and agree with the slower form. This is tried once,
-    on random tokens of 16 images. If they do not, print why the slower form is used.
-
-    Compilers have lost sums of these kernels in silence. The trial waits for the GPU, so it must be
-    over before a CUDA graph is captured."""
+    """Say whether both kernels can be compiled and agree with the slower form, on random tokens. If
+    not, print why. Compilers have lost sums of these kernels in silence. The trial waits for the
+    GPU, so it must be over before a CUDA graph is captured."""
     random = torch.Generator(device).manual_seed(0)
     q = torch.randn(16, N, C, generator=random, device=device, dtype=dtype)
     k = torch.randn(16, M, C, generator=random, device=device, dtype=dtype)
@@ -302,11 +322,11 @@ def kernels_work(device: torch.device, dtype: torch.dtype, N: int, M: int, C: in
     try:
         similarity, *winners = match_by_kernel(q, k, 1)
         gradients = gradients_by_kernel(slow_similarity, q, k, *slow_winners)
-    except (triton.TritonError, RuntimeError) as e:  # for this GPU, or without a C compiler
+    except Exception as e:  # an old GPU, no C compiler or Python.h, no folder to write to, ...
         reason, _, _ = str(e).partition("\n")
         print(f"token_match on {device}: no Triton kernels ({reason}), so the slower form is used")
         return False
-    winners = [best & (number_limit(size) - 1) for best, size in zip(winners, (M, N), strict=True)]
+    winners = [numbers_of(best, size) for best, size in zip(winners, (M, N), strict=True)]
     ours = (similarity, *gradients)
     slow = (slow_similarity, *slow_gradients)
     errors = [(x - y).norm() / y.norm() for x, y in zip(ours, slow, strict=True)]
@@ -324,14 +344,8 @@ def block_of(size: int, most: int) -> int:
     return max(16, min(most, triton.next_power_of_2(size)))
 
 
-def number_limit(tokens: int) -> int:
-    """A power of 2 above every token's number."""
-    return triton.next_power_of_2(tokens)
-
-
 def match_on_cuda(q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what match_each_head does, by match_kernel where it fits. A winner's number is then in the
-    lowest bits of its score."""
+    """Do what match_each_head does, by match_kernel where it fits."""
     if kernels_fit(q, k, heads):
         return match_by_kernel(q, k, heads)
     return match_each_head(q, k, heads)
@@ -355,8 +369,10 @@ def match_by_kernel(q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor, T
         images, tokens, _ = y.shape
         with torch.cuda.device_of(q):  # Triton launches on the current GPU
             match_kernel[(triton.cdiv(rows, 128), triton.cdiv(images, block_b), heads)](
-                x, y, best, 1.0, rows, images, tokens, D, C, number_limit(tokens),
-                128, block_b, block_of(C, block_c), num_warps=warps, num_stages=3,
+                x=x, y=y, best=best, one=1.0, R=rows, B=images, M=tokens, D=D, C=C,
+                LIMIT_M=number_limit(tokens),
+                BLOCK_R=128, BLOCK_B=block_b, BLOCK_C=block_of(C, block_c),
+                num_warps=warps, num_stages=3,
             )  # fmt: skip
     similarity = (best_query.mean(3).mean(0) + best_key.mean(3).mean(0).T) / 2
     return similarity, best_key.view(torch.int32), best_query.view(torch.int32)
@@ -400,8 +416,10 @@ def gradients_by_kernel(
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         with torch.cuda.device_of(q):
             gradient_kernel[(images, triton.cdiv(N, block_n), heads * triton.cdiv(C, block_c))](
-                numbers, y.contiguous(), weights, chosen, choosers, grad_x, N, M, others * M, D, C,
-                number_limit(N), number_limit(M), block_n, block_j, block_c, packed,
+                numbers=numbers, y=y.contiguous(), weights=weights, chosen=chosen,
+                choosers=choosers, grad=grad_x, N=N, M=M, J=others * M, D=D, C=C,
+                LIMIT_N=number_limit(N), LIMIT_M=number_limit(M),
+                BLOCK_N=block_n, BLOCK_J=block_j, BLOCK_C=block_c, PACKED=packed,
                 num_warps=4, num_stages=3,
                 maxnreg=128 if packed and C <= 64 else None,  # four programs at a time
             )  # fmt: skip

@@ -1,11 +1,20 @@
 """SCORER+CBR: Self-supervised Cross-view Representation Reconstruction for Change Captioning
 (Tu et al., ICCV 2023).
 
+A pair shows a scene before and after a change or, if it is a distractor, only another camera and
+light; then its caption says that nothing changed. The method has three ideas:
+1.  When the camera moves, all features change, so subtracting one image from the other shows much
+    more than the change. A contrastive loss teaches each image to find its partner in the batch by
+    features that ignore the camera.
+2.  Cross-attention, whose queries and keys this loss compares, adds to each image what it shares
+    with the other one: "reconstruction", though no loss asks for it.
+3.  "Before" and a good sentence should suffice to imagine "after": a second contrastive loss.
+
 The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids, a vocabulary of 76):
     before, after (1024, 14, 14) each               In training only:
        v  embed, Eq. 1
     x_bef, x_aft (196, 512) each
-       v  cross_view, twice, Eq. 5-6  . . . . . . > the first one's q_bef, k_aft, q_aft, k_bef
+       v  cross_view, twice, Eq. 5-6  . . . . . . > q_bef, k_aft, q_aft, k_bef of the first
     new_bef, new_aft (196, 512) each                   v  match, Eq. 2-3, in a batch of B pairs
        v  fuse, Eq. 7                               bef_to_aft, aft_to_bef (B, B)
     difference (196, 512) and caption (24 ids)         v  match_loss, Eq. 4
@@ -13,35 +22,23 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids, a vocabular
     hidden (24, 512) . . . . . . . . . . . . . . . > sentence (512), the mean from START to END
        v  decoder.head, Eq. 8                          v  reasoning, with x_bef, Eq. 9-10
     logits (24, 76)                                 x_hat (196, 512)
-       v  caption_loss, Eq. 12                         v  its match with x_aft, cbr_loss, Eq. 11
+       v  caption_loss, Eq. 12                         v  its similarity to x_aft, cbr_loss, Eq. 11
     L_cap                                           L_cm
-Gradients: nothing is detached. L_cap trains encoder and decoder, L_cm these without `head`, and
-CBR. L_cv trains embed, and queries and keys of the first layer. L_cv and L_cm each learn a scale.
 
-Idea. (1) When the camera moves, all features change, so subtracting one image from the other shows
-much more than the change. A contrastive loss teaches each image to find its partner in the batch by
-features that ignore the camera. (2) Cross-attention, whose queries and keys this loss compares,
-adds to each image what it shares with the other one. The paper calls this "reconstruction", but no
-loss asks for it. (3) "Before" and a good sentence should suffice to imagine "after": a second loss.
-
-Terms. A changed pair shows a scene before and after a change. In a distractor pair, only camera and
-light differ, and its caption says that nothing changed. In CLEVR-Change and mini, a scene has one
-of each, with the same "before", and a step has a batch of each kind. In half of the scenes, drawn
-anew in each epoch, "before" and the distractor picture change places (as released).
-
-Read first: CrossView, match_by_definition, BackwardReasoning, match_loss, cbr_loss, SCORER.encode,
-.forward and .cbr. Skip at first: DecoderLayer, Decoder, attention_map, all that follows SCORER.
+Read first: CrossView, Match, BackwardReasoning, match_loss, cbr_loss, SCORER.encode, .forward and
+.cbr, compute_losses. Skip at first: DecoderLayer, Decoder, attention_map, and what else follows
+SCORER, such as "other forms" at the end: parts of ablations and of the released code.
 
 Our copy of the paper lacks the formulas. These are reconstructed from its text and the released
-code, and were not compared with the printed ones. "As released" marks what only that code says,
-[ours] what neither says. RELEASED, after the class, lists where the code contradicts the text.
+code, and were not compared with the printed ones. Defaults follow the text, else the code ("as
+released"), else neither ([ours]). RELEASED, below, lists where the code contradicts the text.
 Equation  where              from the text                                  as released, or [ours]
 InfoNCE   common.info_nce    nce(S) = -1/B sum_a log(exp S_aa / sum_b exp S_ab)
 Eq. 1     ImageEmbedding     X = conv(features) + position
 Eq. 2     Match              TM_ab = (mean_n max_m q_an.k_bm                tokens not normalised
                                      + mean_m max_n q_an.k_bm) / 2
 Eq. 3     Match              MTM = TM in several subspaces                  mean over heads [ours]
-Eq. 4     match_loss         L_cv = (nce(S / tau) + nce(S' / tau)) / 2,     of q, k of Eq. 5;
+Eq. 4     match_loss         L_cv = (nce(S / tau) + nce(S' / tau)) / 2,     q, k of Eq. 5 for X;
                              S = MTM(X_bef, X_aft), S' = MTM(X_aft, X_bef)  1 / tau = e^log_scale
 Eq. 5     CrossView          unchanged = MHCA(X, partner)                   no output projection
 Eq. 6     CrossView          new X = LN(X + unchanged)
@@ -52,11 +49,11 @@ Eq. 10    BackwardReasoning  X_hat = MHSA(x), the "hallucination"           W_2 
 Eq. 11    cbr_loss           L_cm: as Eq. 4, of X_hat to X_aft              nce(R) and nce(R^T)
 Eq. 12    caption_loss       L_cap = -mean of log p(next word)
 Eq. 13    total_loss         L = L_cap + lambda_v L_cv + lambda_m L_cm      (w_match, w_cbr)
+TM, MTM: (multi-head) token-wise matching. MHCA, MHSA: multi-head cross- and self-attention.
 Axis letters: A, B pairs, C channels, H x W grid, N, M = H*W cells, D width, h heads, L ids of a
 caption (START, words, END, padding), V ids of the vocabulary. q_an is the query of cell n of a.
-
 To copy: this file, matching.py and common.py; to train, also data.py, scores.py and support/.
-Licence: MIT. Written from the paper; it contains no code from the authors' repository.
+Licence: MIT. It contains no code from the authors' repository.
 """
 
 import math
@@ -101,13 +98,14 @@ class Config(RunConfig):
     use_coords: bool = True  # append the cell's x and y to the features (released for CLEVR-Change)
     w_match: float = 0.1  # weight of L_cv in Eq. 13 (section 6.2); 0 leaves it out
     w_cbr: float = 0.001  # weight of L_cm in Eq. 13 (as released); 0 leaves CBR out
+    # Other forms; skip at first. The default comes first. RELEASED, below, says what is released.
     difference: Literal["reconstruct", "subtract"] = "reconstruct"  # or Eq. 7 on X_bef - X_aft
     fusion: Literal["cat", "sum", "hadamard"] = "cat"  # how Eq. 7 joins two images
     matching: Literal["mtm", "tm", "mean", "max"] = "mtm"  # Eq. 3, Eq. 2, or pooled images
-    match_layer: Literal["first", "last"] = "first"  # layer whose queries and keys Eq. 4 matches
+    match_layer: Literal["first", "last"] = "first"  # layer of the q, k that Eq. 4 matches [ours]
     xavier: bool = True  # Xavier-uniform weights for the decoder [ours]; released code: N(0, .02)
     train_cbr: bool = True  # train CBR; the released code leaves its weights as initialised
-    sentence_mean: Literal["words", "max_len"] = "words"  # CBR's mean over words, or sum / max_len
+    sentence_mean: Literal["words", "max_len"] = "words"  # CBR's mean, or sum / longest caption
     ffn_residual: Literal["input", "activation"] = "input"  # residual of the feed-forward layer
 
 
@@ -117,8 +115,7 @@ class Config(RunConfig):
 class ImageEmbedding(nn.Module):
     """Eq. 1: X = conv_1x1(features) + position. (B, C, H, W) -> (B, N, D), n = row * W + column.
 
-    use_coords appends two channels to the features, the x and the y of each cell, both in [-1, 1).
-    The released code does so for CLEVR-Change. The paper does not mention it."""
+    use_coords appends the x and the y of each cell, both in [-1, 1) (released for CLEVR-Change)."""
 
     def __init__(self, channels: int, height: int, width: int, dim: int, use_coords: bool):
         super().__init__()
@@ -167,75 +164,43 @@ class CrossView(nn.Module):
         return new_bef, new_aft, (q_bef, k_aft, q_aft, k_bef)
 
 
-def match_by_definition(q: Tensor, k: Tensor, heads: int) -> Tensor:
-    """Eq. 2-3 as they are defined: the similarity of every image a to every image b, by their
-    best-matching cells. q (A, N, D), k (B, M, D) -> (A, B). [ours]: the heads are averaged.
-
-    Training never calls this, because it needs all A*B*N*M products at once. Match calls
-    token_match of matching.py, which computes the same, fast.
-
-    By hand, with one head: the queries (1, 0), (0, 1) and the keys (1, 0), (1, 0) have the products
-    ((1, 1), (0, 0)). Row maxima 1, 0; column maxima 1, 1; similarity (0.5 + 1) / 2 = 0.75."""
-    q = q.unflatten(-1, (heads, -1))  # (A, N, h, D/h)
-    k = k.unflatten(-1, (heads, -1))  # (B, M, h, D/h)
-    s = torch.einsum("anhc,bmhc->abhnm", q, k)
-    tm = (s.amax(-1).mean(-1) + s.amax(-2).mean(-1)) / 2  # Eq. 2, (A, B, h)
-    return tm.mean(-1)  # Eq. 3, (A, B)
-
-
 class Match(nn.Module):
     """Eq. 2-3, divided by tau: the similarity of every image a to every image b.
-    q (A, N, D), k (B, M, D) -> (A, B). As released, cells are not normalised, and 1 / tau is a
-    learned scale, which starts at e.
-
-    "mtm" is match_by_definition, and "tm" the same with a single head. "mean" and "max" (Fig. 3)
-    pool the cells first, [ours] those of q and k."""
+    q (A, N, D), k (B, M, D) -> (A, B). match_by_definition of matching.py is Eq. 2-3 as they are
+    written, and token_match computes the same, fast. As released, cells are not normalised, and
+    1 / tau is a learned scale, which starts at e."""
 
     def __init__(self, cfg: Config):
         super().__init__()
-        self.matching = cfg.matching
         self.heads = cfg.heads
         self.log_scale = nn.Parameter(torch.ones(()))
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         # Scores are large and differ by little, so rounding to bfloat16 would make them equal.
         with torch.autocast(q.device.type, enabled=False):
-            if self.matching == "mtm":
-                score = token_match(q, k, self.heads)  # Eq. 3
-            elif self.matching == "tm":
-                score = token_match(q, k)  # Eq. 2
-            elif self.matching == "mean":
-                score = upcast(q).mean(1) @ upcast(k).mean(1).T
-            elif self.matching == "max":
-                score = upcast(q).amax(1) @ upcast(k).amax(1).T
-            return self.log_scale.exp() * score
+            return self.log_scale.exp() * self.score(q, k)
+
+    def score(self, q: Tensor, k: Tensor) -> Tensor:  # OtherMatch differs here
+        # With q and k split into heads, token_match computes, though never all products at once,
+        #     s = einsum("anhc,bmhc->abhnm", q, k)
+        #     tm = (s.amax(-1).mean(-1) + s.amax(-2).mean(-1)) / 2    Eq. 2, (A, B, h)
+        # and the mean of tm over heads [ours]. matching.match_by_definition has an example.
+        return token_match(q, k, self.heads)  # Eq. 3, (A, B)
 
 
 class Fusion(nn.Module):
     """Eq. 7: difference = ReLU(W [new X_bef ; new X_aft] + b). Its dropout is as released. W has to
     tell cells that attention could reconstruct from those that it could not.
-
-    Both images after Eq. 6 (B, N, D) -> (B, N, D). Instead of concatenating them ("cat"), section
-    6.3 also tries their sum and product. The baseline Subtraction has X_bef - X_aft of Eq. 1, in
-    which the positions cancel (docs/tour.md, "Positions")."""
+    Both images after Eq. 6 (B, N, D) -> (B, N, D)."""
 
     def __init__(self, cfg: Config):
         super().__init__()
-        self.mode = "subtract" if cfg.difference == "subtract" else cfg.fusion
-        width = 2 * cfg.dim if self.mode == "cat" else cfg.dim
-        self.project = nn.Linear(width, cfg.dim)
+        self.project = nn.Linear(2 * cfg.dim, cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
 
     def forward(self, new_bef: Tensor, new_aft: Tensor) -> Tensor:
-        if self.mode == "cat":
-            x = torch.cat([new_bef, new_aft], -1)  # (B, N, 2D)
-        elif self.mode == "sum":
-            x = new_bef + new_aft
-        elif self.mode == "hadamard":
-            x = new_bef * new_aft
-        elif self.mode == "subtract":
-            x = new_bef - new_aft
-        return F.relu(self.dropout(self.project(x)))  # Eq. 7
+        joined = torch.cat([new_bef, new_aft], -1)  # (B, N, 2D)
+        return F.relu(self.dropout(self.project(joined)))  # Eq. 7
 
 
 class DecoderLayer(nn.Module):
@@ -243,9 +208,8 @@ class DecoderLayer(nn.Module):
     and a feed-forward network follows. x (B, L, D), difference (B, N, D) -> the new x and, for
     attention maps, the words as they attend to the difference, both (B, L, D).
 
-    Unlike in the standard layer, attention has no output projection and no dropout after it, and
-    the feed-forward network has width D and GELU. All this follows the released code, as does eps
-    in LayerNorms."""
+    As released, and unlike in the standard layer, attention has no output projection and no dropout
+    after it, the feed-forward network has width D and GELU, and LayerNorms have eps 1e-6."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -257,14 +221,15 @@ class DecoderLayer(nn.Module):
         self.norm2 = nn.LayerNorm(cfg.dim, eps=1e-6)
         self.norm3 = nn.LayerNorm(cfg.dim, eps=1e-6)
         self.dropout = nn.Dropout(cfg.dropout)
-        self.ffn_residual = cfg.ffn_residual
 
     def forward(self, x: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
         words = self.norm1(x + self.self_attention(x, x, causal=True))
         seen = self.norm2(words + self.cross_attention(words, difference))
+        return self.feed_forward(seen), words
+
+    def feed_forward(self, seen: Tensor) -> Tensor:  # ReleasedDecoderLayer differs here
         inner = F.gelu(self.widen(seen))
-        residual = {"input": seen, "activation": inner}[self.ffn_residual]
-        return self.norm3(residual + self.dropout(self.output(inner))), words
+        return self.norm3(seen + self.dropout(self.output(inner)))
 
 
 class Decoder(nn.Module):
@@ -281,7 +246,8 @@ class Decoder(nn.Module):
         self.project = nn.Linear(cfg.word_dim, cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
         self.norm = nn.LayerNorm(cfg.dim, eps=1e-6)
-        self.layers = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.decoder_layers))
+        Layer = DecoderLayer if cfg.ffn_residual == "input" else ReleasedDecoderLayer
+        self.layers = nn.ModuleList(Layer(cfg) for _ in range(cfg.decoder_layers))
         self.head = nn.Linear(cfg.dim, vocab_size)  # Eq. 8, without its softmax
 
     def initialise(self, xavier: bool) -> None:
@@ -290,7 +256,7 @@ class Decoder(nn.Module):
         for p in self.parameters():
             if p.ndim > 1 and xavier:
                 nn.init.xavier_uniform_(p)
-            elif p.ndim > 1:
+            elif p.ndim > 1:  # released
                 nn.init.normal_(p, std=0.02)
         for m in self.modules():
             if isinstance(m, nn.Linear):
@@ -310,13 +276,14 @@ class BackwardReasoning(nn.Module):
     """Eq. 9-10: X_hat = W_2 MHSA(W_1 [X_bef ; s]), the "hallucination", is what "after" should look
     like, given "before" and a sentence s (at every cell). X_bef (B, N, D), s (B, D) -> X_hat.
 
-    W_2 and the projections in `similarity` follow the released code. So does the attention, with an
-    output projection, but without biases, dropout, residual and LayerNorm. It is PyTorch's module,
-    which also has the released code's initial weights."""
+    W_2, the projections in `similarity` and the attention are as released. The attention has an
+    output projection, but no biases, dropout, residual and LayerNorm. It is PyTorch's module, not
+    common.Attention, because of its initial weights."""
 
     def __init__(self, cfg: Config):
         super().__init__()
-        self.match = Match(cfg)
+        # For Eq. 11, with a scale of its own. SCORER.match is for Eq. 4.
+        self.match = Match(cfg) if cfg.matching == "mtm" else OtherMatch(cfg)
         self.join = nn.Linear(2 * cfg.dim, cfg.dim)  # W_1
         self.output = nn.Linear(cfg.dim, cfg.dim)  # W_2
         self.attention = nn.MultiheadAttention(cfg.dim, cfg.heads, bias=False, batch_first=True)
@@ -356,9 +323,8 @@ def cbr_loss(hat_to_aft: Tensor) -> Tensor:
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
-    """Eq. 12, L_cap: cross-entropy of each next word.
-
-    logits (B, L, V) at words 0 ... L-1, caption (B, L) padded with NULL.
+    """Eq. 12, L_cap: cross-entropy of each next word. logits (B, L, V) at words 0 ... L-1,
+    caption (B, L) padded with NULL.
 
     By hand: two words with probabilities 1/2 and 1/4 -> (ln 2 + ln 4) / 2 = 1.04."""
     # As released, this is a mean over all tokens of the batch that are not padding.
@@ -368,7 +334,11 @@ def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
 
 
 def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
-    """Eq. 13: L = L_cap + w_match L_cv + w_cbr L_cm, from the terms that SCORER.forward returns."""
+    """Eq. 13: L = L_cap + w_match L_cv + w_cbr L_cm, from the terms that SCORER.forward returns.
+
+    Nothing is detached. L_cap trains encoder and decoder. L_cm trains CBR and, through X_bef, X_aft
+    and hidden, both again. L_cv trains embed, and queries and keys of the first layer. Both learn
+    their scales."""
     match = losses.get("match", 0)
     cbr = losses.get("cbr", 0)
     return losses["caption"] + cfg.w_match * match + cfg.w_cbr * cbr  # Eq. 13
@@ -386,14 +356,16 @@ class SCORER(nn.Module):
         self.cfg = cfg
         self.grid = grid
         self.max_len = max_len
-        layers = 0 if cfg.difference == "subtract" else cfg.layers
         if cfg.w_match:
-            if layers == 0:
-                raise InputError("without a cross-view layer nothing is matched; set --w_match 0")
-            self.match = Match(cfg)
+            self.match = Match(cfg) if cfg.matching == "mtm" else OtherMatch(cfg)
         self.embed = ImageEmbedding(*grid, cfg.dim, cfg.use_coords)
-        self.cross_view = nn.ModuleList(CrossView(cfg) for _ in range(layers))
-        self.fuse = Fusion(cfg)
+        self.cross_view = nn.ModuleList()
+        if cfg.difference == "reconstruct":  # the baseline Subtraction has no cross-view layer
+            self.cross_view.extend(CrossView(cfg) for _ in range(cfg.layers))
+        if cfg.w_match and not self.cross_view:
+            raise InputError("without a cross-view layer nothing is matched; set --w_match 0")
+        plain = cfg.fusion == "cat" and cfg.difference == "reconstruct"
+        self.fuse = Fusion(cfg) if plain else OtherFusion(cfg)
         self.decoder = Decoder(cfg, vocab_size, max_len)
         if cfg.w_cbr:
             self.reasoning = BackwardReasoning(cfg).requires_grad_(cfg.train_cbr)
@@ -419,8 +391,8 @@ class SCORER(nn.Module):
         """before, after (B, C, H, W), caption (B, L) -> the terms of Eq. 13, by name.
 
         At the start, with CLEVR-Change's sizes, "caption" is about 5 (--variant released: 4.4), and
-        a guess among all words has ln 76 = 4.3. "match" and "cbr" are ln B, a guess among the
-        images of a batch; "match" falls first."""
+        a guess among all words has ln 76 = 4.3. "match" and "cbr" are about ln B, a guess among the
+        images of a batch, whose scores hardly differ yet; "match" falls first."""
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft, queries_and_keys = self.encode(before, after)  # Eq. 1, 5-7
@@ -428,7 +400,9 @@ class SCORER(nn.Module):
         logits = self.decoder.head(hidden)  # Eq. 8
         losses["caption"] = caption_loss(logits, caption)  # Eq. 12
         if cfg.w_match:
-            layer = {"first": 0, "last": -1}[cfg.match_layer]
+            layer = 0
+            if cfg.match_layer == "last":  # released
+                layer = -1
             q_bef, k_aft, q_aft, k_bef = queries_and_keys[layer]
             bef_to_aft = self.match(q_bef, k_aft)  # S of Eq. 4, by Eq. 2-3
             aft_to_bef = self.match(q_aft, k_bef)  # S'
@@ -445,7 +419,7 @@ class SCORER(nn.Module):
         X_hat knows more about "after" than the words say."""
         valid = caption != NULL  # START and END are included
         sentence = masked_mean(hidden, valid)  # (B, D), section 3.4
-        if self.cfg.sentence_mean == "max_len":
+        if self.cfg.sentence_mean == "max_len":  # released
             sentence = sentence * valid.sum(1, keepdim=True) / self.max_len
         x_hat = self.reasoning(x_bef, sentence)  # Eq. 9-10
         hat_to_aft = self.reasoning.similarity(x_hat, x_aft)  # R
@@ -485,16 +459,11 @@ class SCORER(nn.Module):
 
 # ---- presets -------------------------------------------------------------------------------------
 
-# Layers are from section 4.5, loss weights from section 6.2, batch sizes and rates from Table 8. We
-# read the layers "2, 1, 3, and 2" in Table 8's order, because section 4.5 says that Spot-the-Diff
-# has the most. Our copy has lost the rates' power of ten; 10^-4 follows the released lr, 2e-4. As
-# released, a batch of CLEVR-Change counts scenes: 128 of them are 256 pairs.
+# Layers are from section 4.5, loss weights from section 6.2, batch sizes and rates from Table 8 (as
+# we read them: docs/released.md). The rate drops every 15 epochs (as released).
 PRESETS = {
-    # The defaults: 10000 steps (section 6.1). As released: w_cbr .001, and drops of the rate, which
-    # the paper does not mention, every 15 epochs (of 265 batches there).
-    "clevr_change": dict(lr_drop=3975),
-    # [ours], as no code is released: the same 15 epochs (319, 268 and 192 batches), and no
-    # coordinates (as in DIRL's code for CLEVR-DC).
+    "clevr_change": dict(lr_drop=3975),  # 265 batches an epoch; the rest are Config's defaults
+    # [ours], as no code is released: 319, 268 and 192 batches an epoch, and no coordinates.
     "clevr_dc": dict(layers=1, w_match=0.01, w_cbr=0.004, lr_drop=4785, use_coords=False),
     "spot_the_diff": dict(layers=3, w_match=0.3, w_cbr=0.5, batch_size=32, lr_drop=4020,
                           use_coords=False),
@@ -512,27 +481,16 @@ PRESETS = {
                  eval_batch=250),
 }  # fmt: skip
 
-# --variant released: where the released code differs from the paper, with the places in
-# github.com/tuyunbin/SCORER at 2525039. That code is for CLEVR-Change, and the variant has its
-# details on every data set.
+# --variant released: where the released code differs from our default, with the places in
+# github.com/tuyunbin/SCORER at 2525039. docs/released.md explains them, and what is not switched.
 RELEASED = {
-    "all": dict(
-        # The paper does not say how weights are initialised. The released code draws N(0, .02).
-        xavier=False,  # models/transformer_decoder.py:444-456
-        # Section 3.2.1 matches several subspaces. How Eq. 3 joins them is lost in our copy; we take
-        # the mean [ours]. The released code takes dot products over all heads: a single subspace.
-        matching="tm",  # models/SCORER.py:62, models/CBR.py:65
-        # Section 3.2.2 matches the encoded images. The released code matches in the last layer,
-        # where the two images have seen each other already.
-        match_layer="last",  # models/SCORER.py:176-185
-        # Section 3.5 trains end to end. The released code's optimiser does not update CBR.
-        train_cbr=False,  # train.py:114-115
-        # Section 3.4 says mean. The released code divides by the longest caption's length.
-        sentence_mean="max_len",  # models/CBR.py:94-98
-        # A standard decoder adds the feed-forward's input, the released code its activation.
-        ffn_residual="activation",  # models/transformer_decoder.py:299-300
-        # Not switched: the authors keep the best snapshot of each metric, on validation captions
-        # that are sampled (train.py:288). We decode greedily, as in section 4.3, and select by one.
+    "all": dict(  # for every data set
+        xavier=False,  # N(0, .02): models/transformer_decoder.py:444-456
+        matching="tm",  # one subspace, of all heads: models/SCORER.py:62, models/CBR.py:65
+        match_layer="last",  # the images have seen each other there: models/SCORER.py:176-185
+        train_cbr=False,  # the optimiser does not update CBR: train.py:114-115
+        sentence_mean="max_len",  # the sum / the longest caption: models/CBR.py:94-98
+        ffn_residual="activation",  # ReleasedDecoderLayer: models/transformer_decoder.py:299-300
     ),
     "clevr_change": {},  # the data set that the released code reads
 }
@@ -558,10 +516,13 @@ PUBLISHED = {
 
 
 def compute_losses(model: SCORER, batches: tuple, cfg: Config) -> dict[str, Tensor]:
-    """Eq. 13 and its terms, each a mean over a step's batches (changed pairs, distractor pairs).
+    """Eq. 13 and its terms, each a mean over the batches of a step: changed pairs and, in some data
+    sets, distractor pairs.
 
-    The two batches stay separate because they share their "before" images. In a joint contrastive
-    loss, an "after" image would have a copy of its partner among its negatives."""
+    In CLEVR-Change and mini, a scene has one pair of each kind: (before, after) and (before,
+    distractor) or, in half of the scenes of an epoch, (distractor, after) and (distractor, before)
+    (as released). The two batches stay separate because they share their first images. In a joint
+    contrastive loss, an "after" image would have a copy of its partner among its negatives."""
     losses: dict[str, Tensor] = {}
     for batch in batches:
         batch = batch.to(cfg.device)
@@ -573,10 +534,9 @@ def compute_losses(model: SCORER, batches: tuple, cfg: Config) -> dict[str, Tens
     return losses
 
 
-def train(cfg: Config, dataset, resume: bool = False) -> SCORER:
-    """Train on a data set (data.Dataset) and write cfg.out_dir -> the best model by validation.
-
-    `resume` continues from last.pt (see Run) as if training had never stopped.
+def train(cfg: Config, dataset, resume: bool = False) -> tuple[SCORER, dict]:
+    """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation, and its
+    checkpoint. `resume` continues from last.pt (see Run) as if training had never stopped.
     FloatingPointError if a loss is not finite."""
     from support.run import Run
 
@@ -611,12 +571,12 @@ def train(cfg: Config, dataset, resume: bool = False) -> SCORER:
 
 
 def evaluate(
-    model: SCORER, dataset, split: str, cfg: Config, out_dir: Path | None = None
+    model: SCORER, dataset, split: str, cfg: Config, out_dir: Path | None = None, state=None
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir, for validation during training, these are the quick metrics. With out_dir,
-    every metric of every group of pairs is printed and written, with captions and pictures."""
+    Without out_dir, as in training, these are quick metrics. With it, all metrics of all groups are
+    printed and written, with captions, pictures, and how the checkpoint `state` was trained."""
     model.eval()
     captions = {}  # by pair id
     maps = {}
@@ -628,7 +588,7 @@ def evaluate(
             batch_maps = model.attention_map(batch.before, batch.after, ids)
             for b, pair_id in enumerate(batch.pair_ids):
                 maps[pair_id] = {name: m[b] for name, m in batch_maps.items()}
-    return dataset.results(split, captions, maps, out_dir, published=PUBLISHED)
+    return dataset.results(split, captions, maps, out_dir, published=PUBLISHED, state=state)
 
 
 def load(checkpoint: str | Path, device: str = "", extractor: str = ""):
@@ -643,6 +603,7 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
     from support.captioner import caption_files
+    from support.checks import note_on_negatives
     from support.releases import all_presets
     from support.run import load_model, parse_args
 
@@ -656,10 +617,58 @@ def main(argv: list[str] | None = None) -> None:
         model, state = load_model(SCORER, cfg, args.eval)
         dataset.adopt(state)
     else:
-        data.note_on_negatives(dataset, cfg, "w_match", "w_cbr")
-        model = train(cfg, dataset, args.resume)
+        note_on_negatives(dataset, cfg, "w_match", "w_cbr")
+        model, state = train(cfg, dataset, args.resume)
     if args.split != "none":
-        evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir))
+        evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), state)
+
+
+# ---- other forms ---------------------------------------------------------------------------------
+
+
+class OtherMatch(Match):
+    """Match without subspaces: as released, Eq. 2 alone ("tm"), or products of pooled images
+    (Fig. 3), [ours] of the means or maxima of q and k over cells."""
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.matching = cfg.matching
+
+    def score(self, q: Tensor, k: Tensor) -> Tensor:
+        if self.matching == "tm":
+            return token_match(q, k, heads=1)  # Eq. 2
+        if self.matching == "mean":
+            return upcast(q).mean(1) @ upcast(k).mean(1).T
+        return upcast(q).amax(1) @ upcast(k).amax(1).T
+
+
+class OtherFusion(nn.Module):
+    """Eq. 7 of the sum or the product of both images (section 6.3) or, in the baseline Subtraction,
+    of X_bef - X_aft of Eq. 1, in which the positions cancel (docs/tour.md, "Positions").
+    Both images (B, N, D) -> (B, N, D)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.mode = "subtract" if cfg.difference == "subtract" else cfg.fusion
+        self.project = nn.Linear(cfg.dim, cfg.dim)
+        self.dropout = nn.Dropout(cfg.dropout)
+
+    def forward(self, bef: Tensor, aft: Tensor) -> Tensor:
+        if self.mode == "sum":
+            x = bef + aft
+        elif self.mode == "hadamard":
+            x = bef * aft
+        elif self.mode == "subtract":
+            x = bef - aft
+        return F.relu(self.dropout(self.project(x)))  # Eq. 7
+
+
+class ReleasedDecoderLayer(DecoderLayer):
+    """A standard decoder adds the feed-forward's input, the released code its activation."""
+
+    def feed_forward(self, seen: Tensor) -> Tensor:
+        inner = F.gelu(self.widen(seen))
+        return self.norm3(inner + self.dropout(self.output(inner)))
 
 
 if __name__ == "__main__":

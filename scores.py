@@ -1,11 +1,10 @@
-"""Scores of captions: words and metrics, the scores of a data set's split.
+"""Scores of captions: words and metrics.
 
     python scores.py --predictions P --references R
 
 P is a COCO results file, R a COCO annotation file; a run writes both for the split that it
 captions, and published scripts read them. From Python, `score` compares dictionaries of captions.
-The metrics are BLEU, METEOR, ROUGE-L, CIDEr and SPICE, computed by pycocoevalcap. METEOR and SPICE
-need Java.
+pycocoevalcap computes the metrics; METEOR and SPICE need Java.
 
 To copy: this file, common.py and support/files.py, which need torch, tqdm and pycocoevalcap.
 Licence: MIT; contains no code from other repositories.
@@ -13,27 +12,24 @@ Licence: MIT; contains no code from other repositories.
 
 import argparse
 import functools
-import json
 import math
 import re
 import shutil
 import subprocess
 import threading
-from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-import torch.nn.functional as F
-from torch import Tensor
-
 from common import UNK, InputError
-from support.files import file_errors, print_notes, read_json, run_main, write_text
+from support.files import file_errors, read_json, run_main
 
 # ---- words and metrics ---------------------------------------------------------------------------
 
 METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
 COLUMNS = ("pairs", *METRICS, "pointing", "chance")  # of the table of scores
+# Two of its rows are controls: captions by someone who has not looked at the pictures.
+ONE_CAPTION = "one caption for all"
+OTHER_PAIRS = "captions of other pairs"
 
 
 @functools.cache
@@ -48,9 +44,8 @@ def java_works() -> bool:
 
 
 def ptb_tokenize(texts: list[str]) -> list[str]:
-    """The Stanford tokenizer that pycocoevalcap brings: lower case, no punctuation, words joined by
-    spaces. No text may have a line break. Java reads and writes pipes: pycocoevalcap's own class
-    writes into its package's folder, which may be read-only."""
+    """pycocoevalcap's Stanford tokenizer, for texts without line breaks. Its own class writes into
+    its package's folder, which may be read-only, so here Java reads and writes pipes."""
     from pycocoevalcap.tokenizer import ptbtokenizer
 
     jar = Path(ptbtokenizer.__file__).with_name(ptbtokenizer.STANFORD_CORENLP_3_4_1_JAR)
@@ -70,9 +65,8 @@ def ptb_tokenize(texts: list[str]) -> list[str]:
 
 
 def plain_tokenize(text: str) -> str:
-    """For validation, and if there is no Java: lower case, no punctuation. On mini's templates, it
-    gives the same words as the Stanford tokenizer. Elsewhere it writes "dog s" for "dog 's", and
-    "3 5" for "3.5"."""
+    """For validation, and if there is no Java: lower case, no punctuation. On mini, it gives the
+    Stanford tokenizer's words. Elsewhere it writes "dog s" for "dog 's", and "3 5" for "3.5"."""
     words = re.sub(r"""[.,:;?!'"`]""", " ", text.lower()).split()
     return " ".join(word for word in words if word.strip("-"))
 
@@ -109,8 +103,8 @@ def score(
     the published scripts: CIDEr counts document frequencies in the group's references, so the total
     is not an average of the groups, and a group of one image gets 0.
     tokens: "ptb" are the Stanford tokenizer's lower-case words without punctuation; "split" the
-    words between spaces; "ids" (LEVIR-CC) the same as ids of `index`, so that all unknown words
-    match each other. quick, or without Java: no METEOR, no SPICE, and plain_tokenize for "ptb".
+    words between spaces; "ids" (LEVIR-CC) their ids in `index`: all unknown words match each other.
+    quick, or without Java: no METEOR, no SPICE, and plain_tokenize for "ptb".
     InputError if an id has no reference, or a bare text instead of a list of them."""
     texts = []
     for i, caption in predictions.items():
@@ -154,8 +148,7 @@ def java_programs(tokens: str) -> dict:
 
 
 def metrics_of(hyps: dict, refs: dict, programs: dict) -> dict[str, float]:
-    """Metrics (x 100) of a group of captions. hyps: id -> [caption]; refs: id -> its references.
-    One of the java_programs that fails is taken out of `programs`."""
+    """Metrics (x 100) of a group. hyps: id -> [caption]. Programs that fail are taken out."""
     from pycocoevalcap.bleu.bleu import Bleu
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.rouge.rouge import Rouge
@@ -179,11 +172,14 @@ def metrics_of(hyps: dict, refs: dict, programs: dict) -> dict[str, float]:
 
 def format_scores(scores: dict[str, dict[str, float | None]]) -> str:
     """Scores as a table with one row per group; "-" for no value. BLEU-2, BLEU-3, columns without
-    any value and groups of fewer than ten pairs are left out."""
+    any value and groups of fewer than ten pairs are left out, and the last line names these."""
     shown = {}
+    few = []
     valued = set()
     for name, values in scores.items():
-        if name in ("total", ONE_CAPTION) or (values.get("pairs") or 10) >= 10:
+        if name not in ("total", ONE_CAPTION, OTHER_PAIRS) and (values.get("pairs") or 10) < 10:
+            few.append(name)
+        else:
             shown[name] = values
             valued |= {heading for heading in COLUMNS if values.get(heading) is not None}
     headings = [name for name in COLUMNS if name in valued - {"BLEU-2", "BLEU-3"}]
@@ -201,215 +197,9 @@ def format_scores(scores: dict[str, dict[str, float | None]]) -> str:
                 cell = f"{value:.2f}"
             line += f"{cell:>9}"
         lines.append(line)
+    if few:
+        lines.append(f"not shown, as they have fewer than ten pairs: {', '.join(few)}")
     return "\n".join(lines)
-
-
-def percent(values: Iterable[float]) -> float:
-    """The mean of numbers between 0 and 1, in %."""
-    values = list(values)
-    return round(100 * sum(values) / len(values), 2)
-
-
-# ---- scores of a split ---------------------------------------------------------------------------
-
-# `dataset` is a data.Dataset. What data.py imports needs this file, so it cannot import data.py.
-
-ONE_CAPTION = "one caption for all"
-VIEWS = ("view: hardest quarter", "view: easiest quarter")
-# Rows besides a data set's own groups, which check_release refuses if they have these names.
-ADDED_ROWS = ("total", ONE_CAPTION, "without leaked pairs", *VIEWS)
-ENOUGH_PAIRS = 100  # if validation has fewer, one_caption chooses on training pairs
-
-
-def results(
-    dataset,
-    split: str,
-    captions: dict,
-    maps: dict,
-    out_dir: Path | None,
-    notes: dict | None = None,
-    published: dict | None = None,
-) -> dict[str, float]:
-    """Scores a split's captions -> the scores over all pairs, or {} if the split is empty.
-
-    Without out_dir, only the quick metrics are computed. With it, scores of every group are printed
-    and, with BLEU-2 and BLEU-3, written, as are captions, references and a sheet of samples, in
-    files whose names end in <split>. By pair id: captions, maps (name -> (H, W)), notes (lines).
-    published: the paper's scores of test splits, data set -> group -> metric -> number."""
-    from support.pictures import sample_sheet
-
-    if not dataset.scenes[split]:
-        if out_dir:
-            print_notes(f"there are no {split} pairs, so there are no scores")
-        return {}
-    references = {pair.id: pair.captions for pair in dataset.pairs(split)}
-    if out_dir is None:
-        total = protocol_scores(dataset, captions, references, quick=True)["total"]
-        return {metric: total[metric] for metric in METRICS if metric in total}
-    end = f"{split}.json"
-    predicted = [{"image_id": i, "caption": caption} for i, caption in captions.items()]
-    write_json(out_dir / f"captions_{end}", predicted)
-    annotations = []
-    for i, texts in references.items():
-        for text in texts:
-            row = {"id": len(annotations), "image_id": i, "caption": scored_text(dataset, text)}
-            annotations.append(row)
-    images = [{"id": i} for i in references]
-    write_json(out_dir / f"references_{end}", {"images": images, "annotations": annotations})
-
-    count = len(dataset.pairs(*dataset.scenes))
-    print(f"scoring {len(captions)} of {count} pairs", flush=True)  # METEOR may take minutes
-    groups = groups_of(dataset, split)
-    scores = protocol_scores(dataset, captions, references, groups)
-    for group, shares in pointing_scores(dataset, split, maps, groups).items():
-        scores[group] |= shares
-    constant = one_caption(dataset)
-    scores[ONE_CAPTION] = {}
-    if constant is not None:
-        constant_captions = dict.fromkeys(captions, scored_text(dataset, constant))
-        scores[ONE_CAPTION] = protocol_scores(dataset, constant_captions, references)["total"]
-    if published and split == "test":
-        for group, row in published.get(dataset.name, {}).items():
-            scores[f"paper: {group}"] = row
-    for group, row in scores.items():
-        scores[group] = {name: row.get(name) for name in COLUMNS}
-    accuracy = accuracy_of(dataset, captions)
-    facts = {ONE_CAPTION: constant, "different captions": len(set(captions.values()))}
-
-    print(format_scores(scores))
-    for name, fact in facts.items():
-        print(f"{name}: {'-' if fact is None else fact}")
-    for name, share in accuracy.items():
-        print(f"{name}, in %: {'-' if share is None else share}")
-    if constant is not None and scores["total"]["CIDEr"] <= scores[ONE_CAPTION]["CIDEr"]:
-        print_notes("the total CIDEr is no better than that of one caption for all")
-
-    result = {"data": str(dataset.root.resolve()), "scores": scores, **facts, "accuracy": accuracy}
-    result |= {name: dataset.checkpoint.get(name) for name in ("step", "code", "config")}
-    write_json(out_dir / f"scores_{end}", result)
-    sample_sheet(dataset, split, captions, maps, notes or {}, out_dir / f"samples_{split}.png")
-    print(f"captions, references, scores and samples of {split} are in {out_dir}")
-    return scores["total"]
-
-
-def write_json(path: Path, content) -> None:
-    write_text(path, json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False))
-
-
-def protocol_scores(
-    dataset, captions: dict, references: dict, groups: dict | None = None, quick: bool = False
-) -> dict[str, dict[str, float]]:
-    """`score` by the rules of the data set's published tables. captions: words of the vocabulary,
-    joined by spaces, as a model outputs them; references: as they were written."""
-    as_read = {}
-    for i in captions:
-        as_read[i] = [scored_text(dataset, text) for text in references[i]]
-    tokens = dataset.settings.tokens
-    return score(captions, as_read, groups, quick, tokens, dataset.vocab.index)
-
-
-def scored_text(dataset, caption: str) -> str:
-    """A reference in the form that published scores use: split into words by the vocabulary's rule
-    and never shortened, or unchanged if the PTB tokenizer will split it."""
-    if dataset.settings.tokens == "ptb":
-        return caption
-    return " ".join(dataset.vocab.tokenizer(caption))
-
-
-def groups_of(dataset, split: str) -> dict[str, set[str]]:
-    """Pair ids to score separately: the release's groups; the pairs that share no picture with
-    another split (if any do); the quarters whose boxes overlap least and most, if overlaps are
-    known."""
-    pairs = dataset.pairs(split)
-    groups = dict(dataset.groups)
-    leaked = dataset.leaked(split)
-    if leaked:
-        groups["without leaked pairs"] = {pair.id for pair in pairs} - leaked
-    overlap = dataset.overlap
-    by_overlap = sorted((pair.id for pair in pairs if pair.id in overlap), key=overlap.get)
-    if by_overlap:
-        quarter = len(by_overlap) // 4  # rounded down, as in the published scripts
-        hardest, easiest = VIEWS
-        groups[hardest] = set(by_overlap[:quarter])
-        groups[easiest] = set(by_overlap[len(by_overlap) - quarter :])
-    return groups
-
-
-def one_caption(dataset) -> str | None:
-    """The best caption to give to every pair without looking: of the 20 most frequent training
-    captions, the one with the highest CIDEr on validation pairs or, if there are fewer than
-    ENOUGH_PAIRS, training pairs: on as many as have 600 captions. None without training pairs."""
-    counts = Counter(text for pair in dataset.pairs("train") for text in pair.captions)
-    pairs = dataset.pairs("val")
-    if len(pairs) < ENOUGH_PAIRS:
-        pairs = dataset.pairs("train")
-    captions = max(1, sum(len(pair.captions) for pair in pairs))
-    references = {pair.id: pair.captions for pair in pairs[:: math.ceil(captions / 600)]}
-    ciders = {}
-    for text, _ in counts.most_common(20):
-        constant_captions = dict.fromkeys(references, scored_text(dataset, text))
-        scores = protocol_scores(dataset, constant_captions, references, quick=True)
-        ciders[text] = scores["total"]["CIDEr"]
-    return max(ciders, key=ciders.get, default=None)
-
-
-def accuracy_of(dataset, captions: dict[str, str]) -> dict[str, float | None]:
-    """A drawn data set's own judgement of captions, in %. For others, if both kinds are there: the
-    % of changed and of unchanged pairs whose caption says so, whatever else it says."""
-    if dataset.settings.judge:
-        return dataset.settings.judge(captions, dataset.root)
-    no_change = dataset.no_change  # captions that say so
-    unchanged = captions.keys() & dataset.kinds.get("no change", set())
-    changed = captions.keys() - unchanged
-    # Without pairs of both kinds, one caption for all pairs would be 100 % right.
-    if not (no_change and unchanged and changed):
-        return {}
-    return {
-        "change claimed": percent(captions[i] not in no_change for i in changed),
-        "no change claimed": percent(captions[i] in no_change for i in unchanged),
-    }
-
-
-def pointing_hit(heat: Tensor, box: list[int], size: tuple[int, int]) -> bool:
-    """Whether the brightest pixel of a map (H, W), resized bilinearly to the picture's size (width,
-    height), lies in the box [x, y, w, h] in pixels. As in Park et al. (2019)."""
-    x, y, w, h = box
-    width, height = size
-    heat = heat.float()[None, None]
-    heat = F.interpolate(heat, (height, width), mode="bilinear", align_corners=False)
-    row, column = divmod(int(heat.argmax()), width)
-    return x <= column < x + w and y <= row < y + h
-
-
-def pointing_scores(dataset, split: str, maps: dict, groups: dict) -> dict[str, dict[str, float]]:
-    """The pointing game over all boxes of changed objects and over each group's, in %: {group:
-    {"pointing": boxes that are hit, "chance": mean share of the picture that a box covers}}; {} if
-    a picture, whose size is needed, is missing. maps: pair id -> name -> (H, W). Both sides of a
-    pair count, each with the map named "before" or "after", or else with the first."""
-    from PIL import Image
-
-    boxes = []  # of all pairs: pair id, whether the box is hit, its share of the picture
-    for pair in dataset.pairs(split):
-        pair_maps = maps.get(pair.id, {})
-        pair_boxes = dataset.boxes.get(pair.id, (None, None))
-        for side, box in zip(("before", "after"), pair_boxes, strict=True):
-            if not (box and pair_maps):
-                continue
-            file = dataset.paths[getattr(pair, side)]
-            if not file.exists():
-                return {}
-            with Image.open(file) as picture:
-                width, height = picture.size
-            heat = pair_maps.get(side, next(iter(pair_maps.values())))
-            hit = pointing_hit(heat.cpu(), box, (width, height))
-            boxes.append((pair.id, hit, box[2] * box[3] / (width * height)))
-    scores = {}
-    for group, members in {**groups, "total": maps.keys()}.items():
-        chosen = [(hit, share) for i, hit, share in boxes if i in members]
-        if chosen:
-            hits, shares = zip(*chosen, strict=True)
-            scores[group] = {"pointing": percent(hits), "chance": percent(shares)}
-    return scores
 
 
 # ---- command line --------------------------------------------------------------------------------

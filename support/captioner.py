@@ -1,9 +1,7 @@
 """Captions of any two pictures, or of a table of pairs, by a trained model. Licence: MIT."""
 
 import csv
-import itertools
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -12,10 +10,10 @@ from PIL import Image
 from torch import Tensor
 
 from common import InputError
-from support.features import Extractor, check_pictures, extractor_name, read_image
+from support.extractors import Extractor, check_pictures, extractor_name, read_image
 from support.files import file_errors
+from support.own_pairs import read_table
 from support.pictures import caption_picture
-from support.releases import read_table
 from support.run import load_model, saved_config, usable_device
 from support.text import Vocab
 
@@ -24,9 +22,7 @@ from support.text import Vocab
 
 class Captioner:
     """A trained model that captions any two pictures (see read_image): caption, maps =
-    captioner(before, after). caption: see Vocab.sentence; maps: name -> attention map (H, W).
-
-    model, state: from support.run.load_model; state["extractor"] names the feature network.
+    captioner(before, after). maps: name -> attention map (H, W). model, state: from load_model.
     inputs(model, state, pictures) -> a further input of the model's generate and attention_map, one
     row per pair, or None; pictures are in the order before, after, before, after, ..."""
 
@@ -67,9 +63,8 @@ def load_captioner(
     extractor: str = "",
     inputs: Callable | None = None,
 ) -> Captioner:
-    """A trained model for any two pictures. Model: as in support.run.load_model, with generate and
-    attention_map. extractor: timm/MODEL:FILE says where FILE is now. InputError if it is another
-    network or FILE than in training."""
+    """A trained model for any two pictures. extractor: timm/MODEL:FILE says where FILE is now.
+    InputError if it is another network or FILE than in training."""
     cfg = saved_config(Config, checkpoint)
     cfg.device = usable_device(device)
     model, state = load_model(Model, cfg, checkpoint)
@@ -86,23 +81,20 @@ def load_captioner(
 
 
 def check_out(out: str, endings: tuple[str, ...], files: Iterable[str | Path]) -> None:
-    """InputError if `out` has none of the endings, is one of the files to read, or is a table that
-    was not written by caption_table, whose first line names a column caption."""
+    """InputError if `out` has none of the endings, is one of `files`, or is an old table."""
     path = Path(out)
     if path.suffix.lower() not in endings:
         raise InputError(f"--out {out}: expected a name that ends in {' or '.join(endings)}")
     if path.resolve() in {Path(file).resolve() for file in files}:
         raise InputError(f"--out {out} is one of the files to read; choose another name")
-    if path.suffix.lower() == ".csv" and path.exists():
-        heads, _, _ = path.read_text(encoding="utf-8", errors="replace").lower().partition("\n")
-        if not re.search(r"\bcaption\b", heads):
-            raise InputError(f"--out {out} has no column caption, so it stays; choose another name")
+    if path.suffix.lower() == ".csv" and path.exists():  # interrupted, it has captions already
+        raise InputError(f"--out {out} exists; choose another name, or move it away")
     path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def caption_files(captioner: Captioner, files: list[str], out: str | None) -> None:
-    """Prints the caption of two image files, or of every pair of a CSV file. `out`: where to write
-    the attention picture, or the table with its captions."""
+    """Prints the caption of two image files, or of every pair of a CSV file with the columns before
+    and after, whose paths are relative to it. `out` gets the attention picture or the table."""
     if len(files) == 1 and Path(files[0]).suffix.lower() == ".csv":
         caption_table(captioner, Path(files[0]), out)
         return
@@ -118,16 +110,18 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
 
 
 def caption_table(captioner: Captioner, file: Path, out: str | None) -> None:
-    """Captions every pair of a CSV file with the columns before and after, whose paths are relative
-    to it. `out` gets the same table with one more column, "caption", row by row."""
+    """Captions every pair of a CSV file. `out` gets the same table with one more column."""
     table = read_table(file, ("before", "after"))
     pairs = [(file.parent / row["before"], file.parent / row["after"]) for row in table.rows]
-    pictures = list(dict.fromkeys(itertools.chain(*pairs)))
+    lines = {}  # picture -> the last line that names it
+    for pair, number in zip(pairs, table.numbers, strict=True):
+        lines |= dict.fromkeys(pair, number)
+    pictures = list(lines)
     if out:
         check_out(out, (".csv",), [file, *pictures])
         if any("caption" in row for row in table.rows):
             raise InputError(f"{file} has a column caption, which --out would add; rename it")
-    check_pictures(pictures)  # so that none stops the work halfway
+    check_pictures(pictures, lines)  # so that none stops the work halfway
     captions = captioner.pairs(pairs)
     heads, *lines = table.lines
     # With a buffer of one line, each row is in the file as soon as it is made.

@@ -62,23 +62,22 @@ def draw_text(figure, left: float, top: float, text: str, panels: int) -> float:
 def attention_panels(pair: tuple, maps: dict) -> list[tuple]:
     """A pair of PIL images and its attention maps (H, W) -> (title, picture, levels or None) of
     both pictures and of each map over both. Levels are multiples of uniform attention, 1 / (H * W).
-    IDC's "before" and "after" lie over their own picture only; they sum to 1 together, so their
-    unit is half of that."""
+    IDC's "before" and "after" lie over their own picture only; as both sum to 1, levels double."""
     pictures = dict(zip(("before", "after"), pair, strict=True))
     panels = [(side, picture, None) for side, picture in pictures.items()]
     for name, weight in maps.items():
         levels = weight.float().cpu().numpy() * weight.numel()
+        alike = " is even" if levels.max() < 1.5 else ""  # hardly any colour will show
         if name in pictures:
-            panels.append((f"attention, {name}", pictures[name], 2 * levels))
+            panels.append((f"attention{alike}, {name}", pictures[name], 2 * levels))
         else:
             for side, picture in pictures.items():
-                panels.append((f"{name}, {side}", picture, levels))
+                panels.append((f"{name}{alike}, {side}", picture, levels))
     return panels
 
 
 def draw_pair(figure, pair: tuple, maps: dict, above: str, below: str, left=0.0, top=0.0) -> float:
-    """Draws a pair of PIL images into a `new_figure` below `top`: a text, attention_panels, and
-    another text -> where they end."""
+    """Draws a pair below `top`: a text, attention_panels, and another text -> where they end."""
     panels = attention_panels(pair, maps)
     top = draw_text(figure, left, top, above, len(panels))
     height = PANEL * min(1, max(picture.height / picture.width for picture in pair))
@@ -90,8 +89,7 @@ def draw_pair(figure, pair: tuple, maps: dict, above: str, below: str, left=0.0,
 
 
 def draw_panel(figure, place: tuple, title: str, picture, levels=None):
-    """Draws one of attention_panels into a `new_figure`, at (left, bottom, width, height)
-    -> its axes, in pixels of the picture."""
+    """Draws a panel at (left, bottom, width, height) -> its axes, in pixels of the picture."""
     axes = figure.add_axes(place)
     axes.set_axis_off()
     axes.set_title(title, pad=3, **TEXT)
@@ -106,9 +104,8 @@ def draw_panel(figure, place: tuple, title: str, picture, levels=None):
 
 
 def sample_sheet(dataset, split: str, captions: dict, maps: dict, notes: dict, path: Path) -> None:
-    """Draws the first pairs of every kind of change, up to three of each and at most 24, or the
-    first twelve if kinds are unknown -> a file. If there are several maps, the first two are
-    drawn. captions, maps and notes: see scores.results."""
+    """Draws the first pairs of every kind of change, or the first twelve if kinds are unknown, with
+    up to two maps, into a file. captions, maps and notes: see support.report.results."""
     pairs = [pair for pair in dataset.pairs(split) if pair.id in captions]
     kinds = {kind: ids for kind, ids in dataset.kinds.items() if ids & captions.keys()}
     chosen = []
@@ -145,8 +142,8 @@ def caption_picture(before, after, maps: dict[str, Tensor], caption: str, path: 
 # ---- curves of a run -----------------------------------------------------------------------------
 
 
-def draw_curves(log: Path, picture: Path, metric: str) -> None:
-    """Plot a log.jsonl over steps: losses, and the validation metric that chooses best.pt."""
+def draw_curves(log: Path, picture: Path) -> None:
+    """Plot a log.jsonl over steps: losses, and the CIDEr of validation."""
     rows = read_log(log)
     steps = [row for row in rows if row["event"] == "train"]
     validations = [row for row in rows if row["event"] == "eval"]
@@ -161,5 +158,5 @@ def draw_curves(log: Path, picture: Path, metric: str) -> None:
         left.set(xlabel="training step", ylabel="training loss", yscale=scale)
         left.legend()
         x = [row["step"] for row in validations]
-        right.plot(x, [row[metric] for row in validations], marker=".")
-        right.set(xlabel="training step", ylabel=f"validation {metric}")
+        right.plot(x, [row["CIDEr"] for row in validations], marker=".")
+        right.set(xlabel="training step", ylabel="validation CIDEr")

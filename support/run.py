@@ -35,12 +35,9 @@ from support.pictures import draw_curves
 
 
 def parse_args(Config: type, PRESETS: dict, RELEASED: dict, argv: list[str] | None) -> tuple:
-    """-> (cfg, args). Every field of Config is a flag, and if RELEASED is not empty, there is
-    --variant. The file that defines Config names the script.
-
-    A new run starts from the preset of its data set and variant. --resume, --eval and --caption
-    start from their checkpoint's Config, in which flags may change only the fields in
-    Config.MAY_CHANGE and, for --eval, the data set."""
+    """-> (cfg, args). Every field of Config is a flag; --variant is one if RELEASED is not empty.
+    A new run starts from the preset of its data set and variant; --resume, --eval and --caption
+    start from their checkpoint's Config (see refuse_changes)."""
     args = make_parser(Config, PRESETS, bool(RELEASED)).parse_args(argv)
     flags = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if f.name in args}
     if bool(args.caption) != bool(args.checkpoint):
@@ -49,32 +46,17 @@ def parse_args(Config: type, PRESETS: dict, RELEASED: dict, argv: list[str] | No
     method = Path(sys.modules[Config.__module__].__file__).stem
     out_dir = Path(flags.get("out_dir") or f"runs/{method}-{dataset}")
     checkpoint = out_dir / "last.pt" if args.resume else args.eval or args.checkpoint
-    if not checkpoint:
-        cfg = preset(Config, PRESETS, RELEASED, dataset, args.variant)
-        if dataset not in PRESETS:
-            print(f"no preset for {dataset}: using the defaults")
-        if args.variant == "released" and dataset not in RELEASED:
-            used = ", ".join(RELEASED["all"])
-            print_notes(f"no code was released for {dataset}; other released code gives: {used}")
-        refuse_used_folder(out_dir)
-    else:
+    if checkpoint:
         cfg = saved_config(Config, checkpoint)
         if args.eval:
-            if flags.get("dataset", cfg.dataset) != cfg.dataset:
-                cfg.dataset = dataset
-                cfg.data_dir = f"data/{dataset}"
-            folder = Path(flags.get("out_dir") or Path(args.eval).parent)
-            data = Path(flags.get("data_dir", cfg.data_dir)).resolve()
-            out_dir = folder / f"{Path(args.eval).stem}-{data.name}"  # never the run's own files
-            for file in out_dir.glob("scores_*.json"):
-                other = json.loads(file.read_bytes())["data"]
-                if other != str(data):
-                    raise InputError(f"{out_dir} has the scores of {other}; give another --out_dir")
+            out_dir = evaluated_data(cfg, flags, Path(args.eval))
         released = RELEASED["all"] if args.variant == "released" else {}
         refuse_changes(cfg, released | flags, checkpoint)
-    flags["out_dir"] = str(out_dir)
-    flags["device"] = usable_device(flags.get("device", ""))
-    cfg = dataclasses.replace(cfg, **flags)
+    else:
+        cfg = new_config(Config, PRESETS, RELEASED, dataset, args.variant)
+        refuse_used_folder(out_dir)
+    device = usable_device(flags.get("device", ""))
+    cfg = dataclasses.replace(cfg, **flags | {"out_dir": str(out_dir), "device": device})
     set_up_device(cfg.device)
     if cfg.on_cuda:
         fit_to_gpu(cfg, training=not args.eval and not args.caption)
@@ -133,16 +115,31 @@ def preset(Config: type, presets: dict, released: dict, dataset: str, variant: s
     values = {"dataset": dataset, "data_dir": f"data/{dataset}"}
     values |= presets.get(dataset, {})
     if variant == "released":
-        values |= released["all"]
-        values |= released.get(dataset, {})
+        values |= released["all"] | released.get(dataset, {})
     return Config(**values)
+
+
+def new_config(Config: type, presets: dict, released: dict, dataset: str, variant: str):
+    """The Config of a new run: `preset`, with notes on a data set that has none."""
+    if dataset not in presets:
+        print(f"no preset for {dataset}: using the defaults")
+    if variant == "released" and dataset not in released:
+        used = ", ".join(released["all"])
+        print_notes(f"no code was released for {dataset}; other released code gives: {used}")
+    return preset(Config, presets, released, dataset, variant)
 
 
 def saved_config(Config: type, checkpoint: str | Path):
     """The Config that a checkpoint was trained with. InputError if it is not this method's."""
     state = load_tensors(checkpoint)
-    with file_errors(checkpoint, "it comes from another method or version"):
+    with file_errors(checkpoint, other_code(state)):
         return Config(**state["config"])
+
+
+def other_code(state: dict) -> str:
+    """The remedy for a checkpoint that does not fit this code."""
+    commit = state.get("code") or "unknown"
+    return f"it needs its own method, and the code that trained it (git commit {commit})"
 
 
 def refuse_changes(base: RunConfig, given: dict, checkpoint: Path) -> None:
@@ -159,14 +156,25 @@ def refuse_changes(base: RunConfig, given: dict, checkpoint: Path) -> None:
             raise InputError(f"--{name} {value}: {trained}; {remedy}")
 
 
+def evaluated_data(cfg: RunConfig, flags: dict, checkpoint: Path) -> Path:
+    """Give the Config of --eval's checkpoint the data set that the flags name -> the folder for its
+    scores. InputError if it has scores of other data."""
+    if flags.get("dataset", cfg.dataset) != cfg.dataset:
+        cfg.dataset = flags["dataset"]
+        cfg.data_dir = f"data/{cfg.dataset}"
+    data = Path(flags.get("data_dir", cfg.data_dir)).resolve()
+    folder = Path(flags.get("out_dir") or checkpoint.parent)
+    folder /= f"{checkpoint.stem}-{data.name}"  # never the run's own files
+    for file in folder.glob("scores_*.json"):
+        other = json.loads(file.read_bytes())["data"]
+        if other != str(data):
+            raise InputError(f"{folder} has the scores of {other}; give another --out_dir")
+    return folder
+
+
 def refuse_used_folder(folder: Path) -> None:
-    """InputError if the folder has files, because a run never replaces files of another one. But a
-    run whose last.pt has no steps may be begun anew."""
-    files = {file.name for file in folder.glob("*")}
-    used = bool(files - {"last.pt", "log.jsonl"})
-    if "last.pt" in files:
-        used |= load_tensors(folder / "last.pt")["step"] > 0
-    if used:
+    """InputError if the folder has files, because a run never replaces files of another one."""
+    if any(folder.glob("*")):
         raise InputError(f"{folder} is not empty; --resume its run, or give another --out_dir")
 
 
@@ -187,7 +195,7 @@ def fit_to_gpu(cfg: RunConfig, training: bool) -> None:
         x = torch.ones(1, device=cfg.device)
         try:
             torch.compile(lambda x: x + 1)(x)
-        except RuntimeError as e:  # the GPU is too old, say, or there is no C compiler
+        except Exception as e:  # an old GPU, no C compiler or Python.h, no folder to write to, ...
             reason, _, _ = str(e).strip().partition("\n")
             print(f"torch.compile does not work here ({reason}): compile is off")
             cfg.compile = False
@@ -199,15 +207,13 @@ SAVE_EVERY = 300  # seconds between two saves of last.pt
 
 
 class Run:
-    """The folder of a run: log.jsonl, last.pt, best.pt, curves.png. The loop is in each method's
-    `train`: `start`; then in each step `step += 1`, `log` and, now and then, `checkpoint`; at the
-    end `best_model`.
+    """The folder of a run: log.jsonl, last.pt, best.pt, curves.png. `train` calls `start`; in each
+    step `step += 1`, `log` and, now and then, `checkpoint`; at the end `best_model`.
 
     sources: the data set, and whatever else the captions depend on besides the model. Checkpoints
     store the state() of each, a dict. With `resume`, the run continues from last.pt as if it had
     never stopped: check_state(state) of each source gets what last.pt holds, takes back what
-    training has changed, and raises InputError if it comes from other data. InputError if, without
-    `resume`, out_dir has files of another run."""
+    training has changed, and raises InputError if it comes from other data."""
 
     def __init__(self, cfg: RunConfig, model: nn.Module, sources: list, resume: bool = False):
         self.cfg = cfg
@@ -228,11 +234,14 @@ class Run:
             write_text(self.dir / "log.jsonl", "")
         self.begin_log()
 
-    def start(self, optimizer: torch.optim.Optimizer, stage: str = "train", last: int = 0) -> None:
-        """Begin a stage, or go on with the one in which last.pt was saved. last: the steps of the
-        run when the stage ends, for the log's "time left" (default: cfg.steps)."""
+    def start(
+        self, optimizer: torch.optim.Optimizer, stage: str = "train", first: int = 0, last: int = 0
+    ) -> None:
+        """Begin a stage, or go on with the one in which last.pt was saved. It has the run's steps
+        from `first` to `last` (default: cfg.steps)."""
         self.optimizer = optimizer
         self.stage = stage
+        self.first = first
         self.last = last or self.cfg.steps
         self.began = time.perf_counter()
         self.began_at = self.step
@@ -241,11 +250,7 @@ class Run:
         self.save("last.pt")
 
     def is_over(self) -> bool:
-        """Asked before each step: have the last cfg.patience validations given no new best? A
-        resumed run may end in this way before its first step. Here no validation is due, so this is
-        where last.pt is saved once more if it is SAVE_EVERY seconds old."""
-        if time.perf_counter() - self.saved_at > SAVE_EVERY:
-            self.save("last.pt")
+        """True if the last cfg.patience validations gave no new best, even before a first step."""
         over = 0 < self.cfg.patience <= self.evals_since_best
         if over:
             why = f"--patience {self.cfg.patience} validations gave no new best"
@@ -253,15 +258,20 @@ class Run:
         return over
 
     def log(self, losses: dict[str, Tensor]) -> None:
-        """Keep the losses of a step, on the device; every cfg.log_every steps, log their means."""
+        """Keep a step's losses; log their means after log_every steps; save last.pt in between."""
         for name, loss in losses.items():
             self.losses.setdefault(name, []).append(loss.detach())
         if self.step % self.cfg.log_every == 0:
             self.log_losses()
+        # A validation that follows this step saves last.pt itself. Saved before, a run that stops
+        # in the validation would go on without it.
+        done = self.step - self.first
+        validation_follows = done % self.cfg.eval_every == 0 or self.step == self.last
+        if time.perf_counter() - self.saved_at > SAVE_EVERY and not validation_follows:
+            self.save("last.pt")
 
     def log_losses(self) -> None:
-        """Log and print the mean of each loss since the last line, over the steps that computed it.
-        FloatingPointError if a loss is not finite."""
+        """Log and print each loss since the last line: its mean over the steps that computed it."""
         if not self.losses:
             return
         means = {}
@@ -279,8 +289,8 @@ class Run:
 
     def checkpoint(self, scores: dict[str, float]) -> None:
         """After a validation: log its scores, and save last.pt and, if they are the best so far,
-        best.pt. In a tie the later weights win, because early scores may all be 0, but patience
-        does not begin anew. Without scores (no validation pairs), the last weights are the best."""
+        best.pt. In a tie, best.pt gets the later weights, because early scores may all be 0, but
+        evals_since_best goes on. Without scores (no validation pairs), the last weights count."""
         self.log_losses()
         self.evals_since_best += 1
         score = self.best
@@ -294,8 +304,8 @@ class Run:
         if score >= self.best:
             self.best = score
             self.save("best.pt")
+        draw_curves(self.dir / "log.jsonl", self.dir / "curves.png")
         self.save("last.pt")
-        draw_curves(self.dir / "log.jsonl", self.dir / "curves.png", self.cfg.select_by)
 
     def save(self, name: str) -> None:
         """Save a checkpoint. Only last.pt has what a run needs to continue. FloatingPointError if a
@@ -305,13 +315,8 @@ class Run:
         state = {}
         for source in self.sources:
             state |= source.state()
-        state |= {
-            "model": self.model.state_dict(),
-            "step": self.step,
-            "best": self.best,
-            "config": self.config,
-            "code": self.code,
-        }
+        state["model"] = self.model.state_dict()
+        state |= {"step": self.step, "best": self.best, "config": self.config, "code": self.code}
         if name == "last.pt":
             # For dropout and random masks. The order of the data depends on seed and step alone.
             random = {"cpu": torch.get_rng_state()}
@@ -330,13 +335,12 @@ class Run:
             kept[:] = [f"--resume goes on from step {self.step}"]
 
     def restore(self) -> None:
-        """Load last.pt, if every source accepts it. Later lines of the log are dropped, because the
-        run repeats their steps."""
+        """Load last.pt, if every source accepts it. Later lines of the log are dropped."""
         path = self.dir / "last.pt"
         state = load_tensors(path, device=self.cfg.device)
         for source in self.sources:
             source.check_state(state)
-        load_weights(self.model, state["model"], path)
+        load_weights(self.model, state["model"], path, other_code(state))
         random = state["random"]
         torch.set_rng_state(random["cpu"].cpu())
         if self.cfg.on_cuda and "cuda" in random:  # else the run began on a CPU
@@ -344,7 +348,7 @@ class Run:
         self.step = state["step"]
         self.best = state["best"]
         self.evals_since_best = state["evals_since_best"]
-        self.losses = state.get("losses", {})  # last.pt of older code has none
+        self.losses = state["losses"]
         self.resumed = state
         if self.best > float("-inf") and not (self.dir / "best.pt").exists():
             print_notes(f"{self.dir} has no best.pt; last.pt replaces it until the next validation")
@@ -378,14 +382,12 @@ class Run:
         with open(self.dir / "log.jsonl", "a", encoding="utf-8") as f:
             f.write(json.dumps(row) + "\n")
 
-    def best_model(self) -> nn.Module:
-        """The model with the weights of best.pt, in evaluation mode. Prints where they are from."""
+    def best_model(self) -> tuple[nn.Module, dict]:
+        """What load_model returns, for best.pt. Prints after which step it was saved."""
         path = self.dir / "best.pt"
         state = load_tensors(path, device=self.cfg.device)
         print(f"{path} has the weights after step {state['step']}")
-        weights = state.pop("model")
-        self.sources[0].checkpoint = state
-        return load_weights(self.model, weights, path).eval()
+        return load_weights(self.model, state["model"], path).eval(), state
 
 
 def with_absolute_paths(cfg: RunConfig) -> dict[str, Any]:
@@ -405,7 +407,8 @@ def code_version() -> str:
     files that it does not contain."""
 
     def git(*arguments: str) -> str:
-        call = ["git", "-C", str(Path(__file__).parent), *arguments]
+        # Unless told that it is safe, git refuses a clone of another owner, as in a container.
+        call = ["git", "-c", "safe.directory=*", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(call, capture_output=True, text=True).stdout.strip()
 
     try:
@@ -415,8 +418,7 @@ def code_version() -> str:
 
 
 def load_model(Model: type, cfg: RunConfig, path: str | Path) -> tuple[nn.Module, dict]:
-    """-> Model(cfg, vocabulary size, grid, max_len) with the weights of a checkpoint, in evaluation
-    mode, and the checkpoint. InputError if the file is missing or does not fit."""
+    """-> the model of a checkpoint, in evaluation mode, and the checkpoint, if it fits."""
     state = load_tensors(path, device=cfg.device)
     model = Model(cfg, len(state["vocab"]), state["grid"], state["max_len"]).to(cfg.device)
-    return load_weights(model, state["model"], path).eval(), state
+    return load_weights(model, state["model"], path, other_code(state)).eval(), state

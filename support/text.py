@@ -1,5 +1,6 @@
-"""Words and phrases of captions: tokenizers, the vocabulary, entities. Licence: MIT."""
+"""Words and phrases of captions: tokenizers, the vocabulary, segments, subjects. Licence: MIT."""
 
+import functools
 import itertools
 import re
 import unicodedata
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from common import END, NULL, START, UNK, InputError
-from support.files import progress
+from support.files import file_errors, progress
 
 # ---- vocabulary ----------------------------------------------------------------------------------
 
@@ -24,21 +25,19 @@ def tokenize(caption: str) -> list[str]:
 
 
 def tokenize_lower(caption: str) -> list[str]:
-    """Lower-case words, runs of dots, and every other mark or symbol on its own: the rule of Image
-    Editing Request's authors."""
+    """Image Editing Request's rule: lower-case words, runs of dots, other marks on their own."""
     return re.findall(r"\w+|\.+|[^\w\s]", caption.lower())
 
 
-# What nobody sees vanishes: soft hyphens, byte order marks, word joiners, marks of direction. The
-# zero-width space separates words, as in Khmer. Look-alikes of ' and - on keyboards become these.
+# Invisible characters are removed: soft hyphens, byte order marks, word joiners, direction marks.
+# Khmer's zero-width space becomes a space, and typed variants of ' and - become these.
 DIRECTIONS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 TYPED = str.maketrans(dict.fromkeys(f"\u00ad\ufeff\u2060{DIRECTIONS}"))
 TYPED |= str.maketrans("\u200b\u2018\u2019\u00b4\u2010\u2011", " '''--")
 
 
 def normalised(text: str) -> str:
-    """A text in which each character is written in one way only (see TYPED, and Unicode's NFC: an
-    accented letter may be one character or two)."""
+    """A text that spells each character in one way (see TYPED; NFC joins letters and accents)."""
     return unicodedata.normalize("NFC", text.translate(TYPED))
 
 
@@ -64,8 +63,7 @@ def tokenize_pairs(caption: str) -> list[str]:
 def frequent_words(
     captions: Iterable[str], tokenizer: Callable = tokenize, min_count: int = 1
 ) -> list[str]:
-    """The four special words, then those that occur at least `min_count` times, in codepoint
-    order."""
+    """The special words, then those that occur at least `min_count` times, in codepoint order."""
     counts = Counter()
     for caption in captions:
         counts.update(tokenizer(caption))
@@ -74,10 +72,8 @@ def frequent_words(
 
 
 class Vocab:
-    """Words <-> ids, which are places in the list `words`, as made by frequent_words.
-
-    `tokenizer` splits captions into words; only the first `max_words` are used (None: all). A
-    special word inside a caption, such as a release's own "<UNK>", is an unknown word."""
+    """Words <-> ids, which are places in the list `words`, as made by frequent_words. A special
+    word inside a caption, such as a release's own "<UNK>", is an unknown word."""
 
     def __init__(
         self, words: list[str], tokenizer: Callable = tokenize, max_words: int | None = None
@@ -95,8 +91,7 @@ class Vocab:
         return self.tokenizer(caption)[: self.max_words]
 
     def encode(self, caption: str, length: int) -> list[int]:
-        """START, words, END, then NULL up to `length`. Words that are not in the vocabulary become
-        UNK. Longer captions are cut."""
+        """START, words or UNK, END, then NULL up to `length`. Longer captions are cut."""
         words = [self.index.get(word, UNK) for word in self.split(caption)]
         ids = [START, *words[: length - 2], END]
         return ids + [NULL] * (length - len(ids))
@@ -145,19 +140,33 @@ NO_ENTITY_STARTS = {"no", "none", "nothing", "everything"}
 INNER_CLAUSES = {*"conj aux auxpass nsubj nsubjpass csubj csubjpass ccomp xcomp".split()}
 QUANTITIES = {"NUM", "ADJ", "DET", "PRON"}  # "one of the cars", "most of the cars", "some of ..."
 
+# Patterns of verb segments for spaCy's Matcher, which RDD's paper does not give. THERE_VERB: "there
+# is", "is not walking anymore". VERB_TO_VERB: "seem to have been built". VERB_ADJECTIVE: "changed
+# to gray", "is now large". VERB_SAME_NOUN: "is in the same place".
+AUXILIARIES = {"POS": {"IN": ["AUX", "ADV", "PART"]}, "TAG": {"NOT_IN": ["TO"]}, "OP": "*"}
+ADVERBS = {"TAG": {"IN": ["RB", "RBR", "RP"]}, "OP": "*"}
+VERB = [AUXILIARIES, {"POS": {"IN": ["VERB", "AUX"]}}, ADVERBS]
+THERE_VERB = [{"TAG": "EX", "OP": "?"}, *VERB]
+VERB_TO_VERB = [*THERE_VERB, {"TAG": "TO"}, *VERB]
+VERB_ADJECTIVE = [*THERE_VERB, {"POS": {"IN": ["ADP", "DET"]}, "OP": "?"}, {"POS": "ADJ"}]
+VERB_SAME_NOUN = [
+    *THERE_VERB,
+    {"POS": {"IN": ["ADP", "DET"]}, "OP": "*"},
+    {"LOWER": {"IN": ["same", "different"]}},
+    {"POS": "NOUN"},
+]
+
 
 def analysed(captions: list[str], templates: bool) -> Iterable:
     """Each caption as spaCy analyses it (a Doc) or, if they are made from templates, which rules
-    read, as it is. InputError if spaCy or its English model is missing."""
+    read, as it is. InputError if spaCy or its English model is missing or broken."""
     if templates:
         return captions
-    try:
+    install = "pip install -U spacy && python -m spacy download en_core_web_sm"
+    with file_errors("spaCy's English model, which these captions need,", f"run: {install}"):
         import spacy
 
         nlp = spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
-    except (ImportError, OSError) as e:
-        install = "pip install spacy && python -m spacy download en_core_web_sm"
-        raise InputError(f"these captions need spaCy's English model; run: {install}") from e
     print(f"captions are analysed by {nlp.meta['lang']}_{nlp.meta['name']} {nlp.meta['version']}")
     return nlp.pipe(captions, batch_size=1000)
 
@@ -197,12 +206,49 @@ def noun_phrase(chunk) -> str:
     return " ".join(chunk.text.lower().split())
 
 
+@functools.cache
+def verb_matcher(vocab):
+    """Make spaCy's Matcher of verb segments for the vocabulary of a pipeline."""
+    from spacy.matcher import Matcher
+
+    matcher = Matcher(vocab)
+    matcher.add("verb", [THERE_VERB, VERB_TO_VERB, VERB_ADJECTIVE])
+    matcher.add("verb and noun", [VERB_SAME_NOUN])
+    return matcher
+
+
+def segments(doc) -> tuple[list[str], list[str]]:
+    """A caption's (see `analysed`) noun segments and verb segments, in reading order and lower
+    case. Nouns lose their articles but keep "no" ("no change"). A copula without a complement
+    ("is") counts only if the caption has no other verb segment."""
+    if isinstance(doc, str):  # a caption from a template, which needs no spaCy
+        return template_segments(doc)
+    from spacy.util import filter_spans
+
+    chunks = list(doc.noun_chunks)
+    nouns = [noun_phrase(chunk) for chunk in chunks]
+    in_chunks = set()  # places of words
+    for chunk in chunks:
+        in_chunks.update(token.i for token in chunk)
+    matches = []
+    for match in verb_matcher(doc.vocab)(doc, as_spans=True):
+        overlaps = any(token.i in in_chunks for token in match)
+        if match.label_ == "verb and noun" or not overlaps:
+            matches.append(match)
+    verbs = filter_spans(matches)  # the longest of those that overlap
+    fuller = []
+    for verb in verbs:
+        if any(token.pos_ != "AUX" for token in verb):
+            fuller.append(verb)
+    verbs = [verb.text.lower() for verb in fuller or verbs]
+    return [noun for noun in nouns if noun], verbs
+
+
 def subjects(doc) -> list[str]:
     """What has changed according to a caption (see `analysed`), in lower case, without articles or
     a leading "new". For a template caption, this is its first object. For others, these are the
     subjects of the main clause and of clauses coordinated with it or, if there are none ("there is
-    a car", "remove the car"), the objects of these clauses. "No change", "nothing" and words for
-    the pictures are not entities."""
+    a car", "remove the car"), their objects. "No change" or words for pictures do not count."""
     if isinstance(doc, str):  # a template's caption
         nouns, _ = template_segments(doc)
         return [noun for noun in nouns if OBJECT.fullmatch(noun)][:1]
@@ -231,7 +277,7 @@ def subjects(doc) -> list[str]:
 
 
 def read_captions(read: Callable, captions: list[str], templates: bool) -> dict[str, list]:
-    """Each caption -> what `read` makes of it: `subjects`, or RDD's segments."""
+    """Each caption -> what `read` makes of it: `segments` (for RDD) or `subjects` (for CHEERS)."""
     docs = analysed(captions, templates)
     bar = progress(docs, desc=read.__name__, total=len(captions), unit="caption")
     return {caption: read(doc) for caption, doc in zip(captions, bar, strict=True)}

@@ -1,6 +1,7 @@
 """Small generated data: a batch for models, and a release in CLEVR-Change's layout with features on
 a 2 x 3 grid."""
 
+import contextlib
 import json
 import math
 import os
@@ -15,9 +16,10 @@ from PIL import Image
 
 import scores
 from support import features as feature_files
-from support.features import read_image
+from support.extractors import read_image
 from support.files import read_log
-from support.releases import CLEVR_FOLDERS, DATASETS, SPLITS
+from support.pairs import SPLITS
+from support.releases import CLEVR_FOLDERS, DATASETS
 
 GRID = (8, 2, 3)  # channels, height, width: all different, so that swapped axes are noticed
 COLORS = ("red", "blue", "green", "gray")
@@ -88,6 +90,19 @@ def train_lines(folder):
     return [row for row in rows if row["event"] == "train"]
 
 
+def interrupted(compute_losses, at):
+    """Like compute_losses, but its call number `at` ends as if by Ctrl-C."""
+    calls = []
+
+    def wrapped(*args):
+        calls.append(args)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return compute_losses(*args)
+
+    return wrapped
+
+
 # ---- data sets -----------------------------------------------------------------------------------
 
 
@@ -139,6 +154,64 @@ def write_own_pairs(root):
         write_picture(root / f"{name}.png")
     rows = [f"{split}.png,b.png,{split},it is open" for split in SPLITS]
     (root / "pairs.csv").write_text("\n".join(["before,after,split,captions", *rows]))
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+BIRD_COLUMNS = (
+    "img1ObservationURL img1ImgURL img1Species img1Selection "
+    "img2ObservationURL img2ImgURL img2Species img2Selection split annN description"
+).replace(" ", "\t")
+
+
+def bird_row(before, after, split, text):
+    url = "https://static.inaturalist.org/photos/{}/large.jpg?15"
+    first = ["obs", url.format(before), "species", "base"]
+    second = ["obs", url.format(after), "species", "visual"]
+    return "\t".join([*first, *second, split, "1", text])
+
+
+def write_bird_table(root, rows):
+    write(root / "birds-to-words-v1.0.tsv", "\n".join([BIRD_COLUMNS, *rows]))
+
+
+def write_birds(root):
+    rows = []
+    for i, split in enumerate(SPLITS):
+        rows += [bird_row(i, i + 1, split, text) for text in ("it is red .", "no beak")]
+    write_bird_table(root, rows)
+    for photo in range(4):
+        write_picture(root / "images" / f"{photo}.jpg")
+
+
+def write_cub(root):
+    names = ["001.Gull/Gull_0001.jpg", "001.Gull/Gull_0002.jpg", "002.Tern/Tern_0001.jpg"]
+    write(root / "images.txt", "".join(f"{n} {name}\n" for n, name in enumerate(names, 1)))
+    write(root / "trainvalclasses.txt", "001.Gull\n")
+    write(root / "testclasses.txt", "002.Tern\n")
+    for name in names:
+        write_picture(root / "images" / name)
+        text = root / "text_c10" / name.replace(".jpg", ".txt")
+        write(text, "A white bird.\r\n\nthis bird, it has a red bill\n")
+        write(text.with_suffix(".t7"), "not text")
+
+
+def write_nabirds(root):
+    classes = {"00000000-aaaa": 817, "00000001-aaaa": 295, "00000002-aaaa": 817}
+    classes |= {"00000003-aaaa": 1010, "00000004-aaaa": 295, "00000005-aaaa": 817}
+    lines = {"images": "", "image_class_labels": "", "train_test_split": ""}
+    for image, number in classes.items():
+        name = f"{number:04d}/{image.replace('-', '')}.jpg"
+        write_picture(root / "images" / name)
+        lines["images"] += f"{image} {name}\n"
+        lines["image_class_labels"] += f"{image} {number}\n"
+        lines["train_test_split"] += f"{image} {int(image != '00000005-aaaa')}\n"
+    lines["classes"] = "0 Birds\n295 Ross's Goose\n817 House Finch (Adult Male)\n1010 Verdin\n"
+    for file, text in lines.items():
+        write(root / f"{file}.txt", text)
 
 
 def write_features(name, root):
@@ -204,13 +277,25 @@ def drawings():
     """Requested by tests that look at the pictures of a run."""
 
 
+@pytest.fixture
+def drawing_notes():
+    """Requested by tests of pictures that cannot be drawn, for which a run prints a note."""
+
+
+@pytest.fixture(autouse=True)
+def without_drawing_notes(request, monkeypatch):
+    """Elsewhere, a bug in drawing shows its traceback."""
+    if "drawing_notes" not in request.fixturenames:
+        monkeypatch.setattr("support.pictures.or_a_note", lambda path: contextlib.nullcontext())
+
+
 @pytest.fixture(autouse=True)
 def without_pictures(request, monkeypatch):
     """Each picture takes seconds to draw, so runs write empty files unless a test requests
     `drawings`."""
     if "drawings" not in request.fixturenames:
         monkeypatch.setattr("support.pictures.sample_sheet", lambda *args: args[-1].touch())
-        monkeypatch.setattr("support.run.draw_curves", lambda log, picture, metric: picture.touch())
+        monkeypatch.setattr("support.run.draw_curves", lambda log, picture: picture.touch())
 
 
 @pytest.fixture

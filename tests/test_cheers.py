@@ -21,13 +21,13 @@ from conftest import (
     pictures,
     random_clip,
 )
-from test_scorer_cbr import naive_match, naive_nce
 
 import cheers
 import data
-import scores
 from cheers import CHEERS, HRD, Config, ProbabilityMap, contrastive_loss, max_probability
 from common import InputError
+from support import report
+from support.entities import embed_texts, find_candidates, subjects_of
 
 D = 8  # width
 K = 3  # entities of a pair
@@ -185,7 +185,8 @@ def test_encoder_and_losses_against_equations(fields):
             if model.cfg.w_consistency:
                 maps = {i: layer.entity_cre(e, rest[i]) for i in x}
                 l_d.append(mean([square(own[i], maps[i]) for i in x]))  # Eq. 11
-    f_diff = model.join(torch.cat([d["bef"], d["aft"]], -1))  # Eq. 12
+    both = torch.cat([d["bef"], d["aft"]], -1)
+    f_diff = F.linear(both, model.join.weight, model.join.bias)  # Eq. 12
     found, e_found, _ = model.encode(before, after, entities())
     torch.testing.assert_close((found, e_found), (f_diff, e))
     losses = model(before, after, CAPTION, entities())
@@ -200,12 +201,24 @@ def test_encoder_and_losses_against_equations(fields):
     assert {name: loss.item() for name, loss in losses.items()} == pytest.approx(expected)
 
 
+def best_matches(x, y):
+    """The mean over the cells of x of each one's largest cosine with a cell of y."""
+    return mean([max(cosine(cell, other) for other in y) for cell in x])
+
+
 def test_contrastive_loss_against_loops():
+    """Eq. 9 from each image to its partner, with the cells of both."""
     torch.manual_seed(0)
-    a, b = torch.randn(2, B, N, D).double()
-    s = 2.5 * naive_match(F.normalize(a, dim=-1), F.normalize(b, dim=-1))  # of cosines
-    expected = (naive_nce(s) + naive_nce(s.T)) / 2
-    assert contrastive_loss(a, b, torch.tensor(2.5)).item() == pytest.approx(expected)
+    bef, aft = torch.randn(2, B, N, D).double()
+    sim = torch.zeros(B, B)
+    for a in range(B):
+        for b in range(B):
+            sim[a, b] = 2.5 * (best_matches(bef[a], aft[b]) + best_matches(aft[b], bef[a])) / 2
+    losses = []
+    for a in range(B):
+        losses.append(-math.log(math.exp(sim[a, a]) / sum(math.exp(s) for s in sim[a])))
+        losses.append(-math.log(math.exp(sim[a, a]) / sum(math.exp(s) for s in sim[:, a])))
+    assert contrastive_loss(bef, aft, torch.tensor(2.5)).item() == pytest.approx(mean(losses))
 
 
 def test_the_worked_example_of_the_contrastive_loss():
@@ -243,6 +256,19 @@ def test_decoder_layer_against_equations(gate):
     torch.testing.assert_close(out, layer.norm2(fused + h))  # Eq. 17
 
 
+# ---- half precision ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_a_model_in_half_precision_captions(kind):
+    model = small().to(kind).eval()
+    before, after = pictures().to(kind)
+    e = entities().to(kind)
+    ids = model.generate(before, after, e)
+    assert ids.shape == (B, L)
+    assert model.attention_map(before, after, ids, e)["attention"].isfinite().all()
+
+
 # ---- CLIP ----------------------------------------------------------------------------------------
 
 TEXTS = ["cube", "small red cube and large ball", "gone"]
@@ -252,7 +278,7 @@ def test_texts_are_embedded_in_blocks():
     clip, tokenizer = random_clip()
     for texts in (TEXTS, TEXTS * 100):
         expected = clip.encode_text(tokenizer(texts), normalize=True)
-        torch.testing.assert_close(cheers.embed_texts(clip, tokenizer, texts), expected)
+        torch.testing.assert_close(embed_texts(clip, tokenizer, texts), expected)
 
 
 # ---- entities from lists -------------------------------------------------------------------------
@@ -269,18 +295,18 @@ SUBJECTS = {
 
 def test_candidates_are_what_enough_captions_name():
     everything = ["ball", "cube", "red cube", "van"]
-    assert cheers.find_candidates(SUBJECTS, 1, 3) == everything
-    assert cheers.find_candidates(SUBJECTS, 2, 2) == ["ball", "cube"]
-    assert cheers.find_candidates(SUBJECTS, 2, 3) == everything  # fewer than k would remain
+    assert find_candidates(SUBJECTS, 1, 3) == everything
+    assert find_candidates(SUBJECTS, 2, 2) == ["ball", "cube"]
+    assert find_candidates(SUBJECTS, 2, 3) == everything  # fewer than k would remain
     # "ball" twice in one caption counts once.
-    assert cheers.find_candidates(SUBJECTS, 3, 1) == everything
+    assert find_candidates(SUBJECTS, 3, 1) == everything
 
 
 def test_only_training_captions_name_candidates(prepared):
     dataset = data.load("clevr_change", prepared)
     dataset.pairs("train")[0].captions[:] = ["the purple ball is gone"]
     dataset.pairs("val")[0].captions[:] = ["the green ball is gone"]
-    candidates = cheers.candidates_of(dataset, Config(min_count=1))
+    candidates = find_candidates(subjects_of(dataset), 1, 3)
     assert [phrase for phrase in candidates if "ball" in phrase] == ["purple ball"]
 
 
@@ -316,7 +342,7 @@ def test_embeddings_are_kept_until_features_are_made_again(prepared, monkeypatch
     def preprocess(image):
         return torch.from_numpy(np.array(image.resize((32, 32)))).permute(2, 0, 1) / 255
 
-    monkeypatch.setattr("support.features.load_clip", lambda *_: (clip, tokenizer, preprocess))
+    monkeypatch.setattr("support.entities.load_clip", lambda *_: (clip, tokenizer, preprocess))
     cfg = Config(device="cpu", k=2, clip_dim=8)
     dataset = data.load("clevr_change", prepared)
     cheers.entities_of(dataset, cfg)
@@ -331,7 +357,7 @@ def test_embeddings_are_kept_until_features_are_made_again(prepared, monkeypatch
 
 
 def test_a_checkpoint_brings_its_candidates(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(scores, "one_caption", lambda _: "nothing")  # choosing it takes long
+    monkeypatch.setattr(report, "one_caption", lambda *_: "nothing")  # choosing it takes long
     mini = tmp_path / "mini"
     best = tmp_path / "run" / "best.pt"
     data.main(["mini", "--data_dir", str(mini), "--scenes", "20", "--device", "cpu"])

@@ -1,6 +1,8 @@
 """Tests of what people copy: each copy runs with the files that README, docs/extending.md and a
 file's own docstring name, and with nothing else."""
 
+import ast
+import graphlib
 import json
 import math
 import os
@@ -77,6 +79,34 @@ def test_importing_a_method_loads_neither_data_nor_support(tmp_path):
     copy_files(tmp_path, *FOR_TRAINING)
     code = "import scorer_cbr, sys; print({'data', 'scores', 'support'} & sys.modules.keys())"
     assert python(tmp_path, "-c", code) == "set()\n"
+
+
+MODULES = {file.stem: file for file in ROOT.glob("*.py")}
+for file in (ROOT / "support").rglob("*.py"):
+    *folders, stem = file.relative_to(ROOT).with_suffix("").parts
+    MODULES[".".join(folders if stem == "__init__" else [*folders, stem])] = file
+del MODULES["support"]
+
+
+def imported_by(file):
+    """The modules of ours that a file imports, also inside functions: scores, support.files ..."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names & MODULES.keys()
+
+
+def test_support_stands_on_common_alone():
+    """But report needs scores. No two modules need each other, directly or through others."""
+    graph = {name: imported_by(file) for name, file in MODULES.items()}
+    for name, imported in graph.items():
+        may_import = {"common", "scores"} if name == "support.report" else {"common"}
+        if name.startswith("support."):
+            assert {other for other in imported if "support." not in other} <= may_import, name
+    graphlib.TopologicalSorter(graph).prepare()  # CycleError if there is a circle
 
 
 @pytest.mark.parametrize("package", [False, True])

@@ -3,12 +3,18 @@ in test_fake_cuda.py. It also has this file's comparisons of runs find what is w
 
 import pytest
 import torch
-from conftest import train_lines, write_features
+from conftest import (
+    interrupted,
+    train_lines,
+    write_birds,
+    write_cub,
+    write_features,
+    write_nabirds,
+)
 from PIL import Image
-from test_features import without_training
+from test_extractors import without_training
 from test_matching import dense_gradients
-from test_methods import METHODS, flags_of, interrupted
-from test_releases import write_birds, write_cub, write_nabirds
+from test_methods import METHODS, flags_of
 from torch import Tensor
 
 import cheers
@@ -18,7 +24,7 @@ import matching
 import rdd_acr
 import scorer_cbr
 from matching import token_match
-from support.features import Extractor
+from support.extractors import Extractor
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 

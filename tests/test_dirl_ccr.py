@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import CAPTION, WORDS, B, C, H, L, N, W, mean, pictures
-from released import close, fill, inputs, linear
-from test_scorer_cbr import naive_nce
+from released import SIZES, close, close_gradients, dirl_names, fill, inputs, recorded, total
+from torch._functorch import config as functorch_config
 
 import common
 from common import InputError
@@ -26,99 +26,43 @@ from support.run import preset
 # ---- parity with the released code (its variant), recorded from it in float64 --------------------
 
 
-def attention(theirs: str, ours: str) -> dict[str, tuple]:
-    parts = ("query", "key", "value")
-    weights = [f"{ours}.{name}.weight" for name in parts]
-    biases = [f"{ours}.{name}.bias" for name in parts]
-    names = linear(f"{theirs}.out_proj", f"{ours}.out", 512, 512)
-    names[f"{theirs}.in_proj_weight"] = (weights, (1536, 512))
-    names[f"{theirs}.in_proj_bias"] = (biases, (1536,))
-    return names
-
-
-def released_names(words: int, channels: int, normed: bool) -> dict[int, dict[str, tuple]]:
-    """Base stream -> released parameter names -> (our name or names, shape), for encoder and
-    decoder."""
-    encoder = linear("img.0", "embed.conv", 512, channels, 1, 1)
-    encoder |= linear("mlp.0", "mlp.0", 2048, 512)
-    encoder |= linear("mlp.3", "mlp.3", 512, 2048)
-    encoder["w_embedding.weight"] = ("embed.position.col.weight", (14, 256))
-    encoder["h_embedding.weight"] = ("embed.position.row.weight", (14, 256))
-    for i in range(2):
-        encoder |= attention(f"transformer.{i}.attention", f"cross_view.{i}.attention")
-        encoder |= linear(f"transformer.{i}.norm1", f"cross_view.{i}.norm", 512)
-    decoder = linear("core.fc.0", "decoder.project", 512, 300)
-    decoder |= linear("core.embed_fc.0", "fuse.project", 512, 1024)
-    decoder |= linear("logit", "decoder.head", words, 512)
-    decoder["core.embed.weight"] = ("decoder.embed.weight", (words, 300))
-    if normed:
-        decoder |= linear("core.fc.1", "decoder.norm", 512)
-        decoder |= linear("core.embed_fc.1", "fuse.norm", 512)
-    for i in range(2):
-        theirs = f"core.layer.{i}"
-        ours = f"decoder.layers.{i}"
-        decoder |= attention(f"{theirs}.self_att", f"{ours}.self_attention")
-        decoder |= attention(f"{theirs}.cross_att", f"{ours}.cross_attention")
-        for norm in ("norm1", "norm2", "norm3"):
-            decoder |= linear(f"{theirs}.{norm}", f"{ours}.{norm}", 512)
-        decoder |= linear(f"{theirs}.linear1", f"{ours}.widen", 2048, 512)
-        decoder |= linear(f"{theirs}.linear2", f"{ours}.output", 512, 2048)
-    return {100: encoder, 300: decoder}
-
-
-RECORDED = {
-    "clevr_change": {
-        "sizes": (76, 24, 1026),  # words, longest caption, channels with coordinates
-        "D": (184141.199, 183876.504),
-        "losses": (4.416183, 477.988424, 0.923401),
-        "map": (0.005184, 0.005164, 0.005054),
-        "gradients": (7.351671, 0.162486, 4.690704, 0.146826),
-        "ids": [2, 9, 9, 9, 47, 47, 11, 9],
-    },
-    "clevr_dc": {
-        "sizes": (87, 40, 1024),
-        "D": (184056.945, 183944.308),
-        "losses": (4.514420, 487.147995, 0.668019),
-        "map": (0.004935, 0.005004, 0.005250),
-        "gradients": (7.252904, 0.140550, 4.639959, 0.299620),
-        "ids": [2, 0, 0, 0, 0, 0, 0, 0],
-    },
-}
-
-
-@pytest.mark.parametrize("dataset", RECORDED)
+@pytest.mark.parametrize("dataset", SIZES)
 def test_released_variant_meets_recorded_values(dataset):
-    recorded = RECORDED[dataset]
-    words, length, channels = recorded["sizes"]
+    expected = recorded("DIRL", dataset)
+    words, length, channels = SIZES[dataset]
     cfg = preset(Config, PRESETS, RELEASED, dataset, "released")
-    model = DIRL(cfg, words, (1024, 14, 14), length)
-    fill(model, released_names(words, channels, cfg.input_norm))
+    names = dirl_names(words, channels, cfg.input_norm)
+    model = fill(DIRL(cfg, words, (1024, 14, 14), length), names)
     before, after, caption = inputs(words, length)
     fused = []
-    model.fuse.register_forward_pre_hook(lambda _, args: fused.append(args[0]))
+    model.fuse.register_forward_pre_hook(lambda _, args: fused.extend(args))
     difference, _, _ = model.encode(before, after)
-    for part, expected in zip(fused[0].chunk(2, -1), recorded["D"], strict=True):
-        close(part.abs().sum(), expected, atol=1e-3)
+    before_part, after_part = fused
+    close(before_part.abs().sum(), expected["before"], atol=1e-3)
+    close(after_part.abs().sum(), expected["after"], atol=1e-3)
     losses = model(before, after, caption)
-    for name, expected in zip(("caption", "dirl", "ccr"), recorded["losses"], strict=True):
-        close(losses[name], expected)
-    _, attended = model.decoder(caption, difference)
-    look = model.decoder.layers[-1].cross_attention
-    q, k, _ = look.project(attended.x1, difference)
-    close(look.scores(q, k).softmax(-1).mean(1)[0, 0, :3], recorded["map"])
-    total = losses["caption"] + 0.03 * losses["dirl"] + 0.05 * losses["ccr"]
-    total.backward()
-    first = model.cross_view[0].attention
-    in_proj = torch.cat([part.weight.grad for part in (first.query, first.key, first.value)])
-    weights = (model.embed.conv.weight, model.decoder.embed.weight, model.mlp[0].weight)
-    norms = [*(weight.grad.norm() for weight in weights), in_proj.norm()]
-    close(torch.stack(norms), recorded["gradients"])
-    assert model.generate(before, after)[0, :8].tolist() == recorded["ids"]
+    for name, loss in losses.items():
+        close(loss, expected["losses"][name])
+    *_, x1 = model.decoder(caption, difference)
+    attention = model.decoder.layers[-1].cross_attention
+    q, k, _ = attention.project(x1, difference)
+    close(attention.scores(q, k).softmax(-1).mean(1)[0, 0, :3], expected["map"])
+    total(losses).backward()
+    close_gradients(model, names, expected["gradients"])
+    assert model.generate(before, after)[0, :8].tolist() == expected["ids"]
 
 
 # ---- equations -----------------------------------------------------------------------------------
 
 CAPTION = CAPTION[[0, 1, 2, 1], :8]  # two sentences are the same
+
+
+def naive_nce(s):
+    """-mean_a log softmax_b(s)_aa."""
+    total = 0.0
+    for a in range(len(s)):
+        total -= float(s[a, a]) - math.log(sum(math.exp(float(v)) for v in s[a]))
+    return total / len(s)
 
 
 def small(**fields) -> DIRL:
@@ -141,10 +85,10 @@ def test_the_examples_of_the_docstrings():
     torch.testing.assert_close(channel_correlation(y, y, 0.0), 0.75 * torch.eye(2))
     c = torch.tensor([[0.5, 0.2], [0.0, 1.0]])
     assert dirl_loss(c, 0.1).item() == pytest.approx(0.254)
-    own = torch.eye(2)
-    none = torch.zeros(2, 2, dtype=torch.bool)
-    assert ccr_loss(own, own, none, 0.5).item() == pytest.approx(0.127, abs=5e-4)
-    assert ccr_loss(own, own, ~none, 0.5).item() == 0
+    own = torch.eye(2)[:, None]  # (B, L, D) of one word each
+    loss = ccr_loss(own, own, torch.tensor([[4], [5]]), 0.5)
+    assert loss.item() == pytest.approx(0.127, abs=5e-4)
+    assert ccr_loss(own, own, torch.tensor([[4], [4]]), 0.5).item() == 0
     likely = torch.tensor([[[1 / 6, 1 / 6, 1 / 6, 1 / 2], [1 / 4] * 4, [1 / 4] * 4]])
     caption = torch.tensor([[2, 3, 1]])
     assert caption_loss(likely.log(), caption).item() == pytest.approx(1.04, abs=5e-4)
@@ -189,7 +133,7 @@ def test_the_compiled_correlation_has_gradients_in_float32():
             c = function(y[0], y[1], 1e-5)
         return torch.autograd.grad(c.diagonal().sum(), y)
 
-    with torch._functorch.config.patch(backward_pass_autocast="same_as_forward"):
+    with functorch_config.patch(backward_pass_autocast="same_as_forward"):
         common.set_up_device("cuda")
         compiled = torch.compile(channel_correlation, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(gradient(compiled), gradient(channel_correlation))
@@ -271,3 +215,38 @@ def test_a_batch_of_one_sentence_has_no_negatives():
     assert losses["ccr"].item() == 0
     losses["ccr"].backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_the_released_means_run_over_padding():
+    """Up to the longest caption of the data set, so captions of a batch must be that long. Padding
+    itself is not seen."""
+    model = small(ccr_form="released").eval()
+    before, after = pictures()
+    with pytest.raises(AssertionError, match="pad captions to max_len"):
+        model(before, after, CAPTION)
+    padded = F.pad(CAPTION, (0, 1))
+    difference, _, _ = model.encode(before, after)
+    hidden, words, visual, _ = model.decoder(padded, difference)
+    s = (words.mean(1) @ visual.mean(1).T / 0.5).detach()
+    expected = naive_nce((s + s.T) / 2)
+    assert model(before, after, padded)["ccr"].item() == pytest.approx(expected)
+    with torch.no_grad():
+        model.decoder.embed.weight[0] += 1  # the word of padding
+        moved, *_ = model.decoder(padded, difference)
+    changes = (moved - hidden).abs().amax(-1) > 0
+    assert torch.equal(changes, padded == 0)
+
+
+def test_both_decoders_agree_on_words():
+    """The one of the paper has no mask for padding, and needs none."""
+    plain = small().eval()
+    released = small(ccr_form="released").eval()
+    before, after = pictures()
+    padded = F.pad(CAPTION, (0, 1))
+    difference, _, _ = plain.encode(before, after)
+    hidden, _, _, x1 = plain.decoder(padded, difference)
+    same, states, _, _ = released.decoder(padded, difference)
+    real = padded > 0
+    torch.testing.assert_close(same[real], hidden[real])
+    torch.testing.assert_close(states[real], x1[real])
+    assert torch.equal(plain.generate(before, after), released.generate(before, after))

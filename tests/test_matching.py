@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import matching
-from matching import token_match
-from scorer_cbr import match_by_definition
+from matching import match_by_definition, token_match
 
 
 def dense_gradients(q, k, weight, heads=1):

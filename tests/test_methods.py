@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import CAPTION, WORDS, B, C, H, L, W, mean, pictures, train_lines
+from conftest import CAPTION, WORDS, B, C, H, L, W, interrupted, mean, pictures, train_lines
 from PIL import Image
 
 import cheers
@@ -25,8 +25,10 @@ import dirl_ccr
 import idc_pretrain
 import rdd_acr
 import scorer_cbr
-import scores
-from support.releases import DATASETS, Settings, read_pairs
+from support import report
+from support.entities import Entities
+from support.own_pairs import read_pairs
+from support.releases import DATASETS, Settings
 from support.run import Run, parse_args
 from support.text import SPECIAL, Vocab, tokenize
 
@@ -63,13 +65,13 @@ class Method:
 
 
 def entities_of(model):
-    """cheers.Entities, with random embeddings of the pairs of `batch_of`."""
+    """Entities, with random embeddings of the pairs of `batch_of`."""
     if not model.cfg.k:
         return None
     phrases = [f"entity {m}" for m in range(20)]
     table = torch.rand(20, model.cfg.clip_dim, device=model.cfg.device)
     rows = {(f"{i}", "b"): torch.arange(i, i + model.cfg.k) for i in range(8)}
-    return cheers.Entities(phrases, table, rows)
+    return Entities(phrases, table, rows)
 
 
 def cheers_steps(model, batches):
@@ -84,19 +86,17 @@ def cheers_inputs(model, images):
 
 
 def rdd_steps(model, batches):
-    """With random phrases, from rdd_acr.Phrases's stand-in. Their prompts have gradients."""
+    """With random phrases, whose prompts have gradients. This stand-in for Phrases is in no graph:
+    RDD.forward takes what `read` returns, and is compiled as in training."""
 
-    def rows_of(texts):
-        return {"nouns": torch.arange(len(texts)), "verbs": torch.arange(len(texts))}
-
-    def read(rows, prompt):
-        text = torch.rand(len(rows), model.cfg.clip_dim, device=model.cfg.device)
+    def read(kind, texts, prompt):
+        text = torch.rand(len(texts), model.cfg.clip_dim, device=model.cfg.device)
         if prompt is not None:
             text = text + prompt.mean()
-        same = torch.eye(len(rows), dtype=torch.bool, device=text.device)
+        same = torch.eye(len(texts), dtype=torch.bool, device=text.device)
         return rdd_acr.Attributes(text, text[:, 0] > 0, same)
 
-    return one_step(model, batches, SimpleNamespace(rows_of=rows_of, read=read))
+    return one_step(model, batches, SimpleNamespace(read=read))
 
 
 def idc_steps(model, batches):
@@ -107,14 +107,14 @@ def idc_steps(model, batches):
 
     compute_losses = partial(idc_pretrain.compute_losses, model)
     steps = {}
-    for task in ("finetune", *idc_pretrain.TASKS):
+    for task in ("caption", *idc_pretrain.TASKS):
         steps[task] = partial(compute_losses, batches, model.cfg, task, rewrites)
     single = [replace(batch, single=True) for batch in batches]
     steps["mlm of single images"] = partial(compute_losses, single, model.cfg, "mlm")
     if model.cfg.nabirds:
         batch = batches[0].to(model.cfg.device)
         birds = [(batch.before, batch.after, batch.caption[:, 1:3])]  # any numbers are classes
-        steps["birds"] = partial(idc_pretrain.mean_losses, model, model.cfg, "birds", birds)
+        steps["birds"] = partial(compute_losses, birds, model.cfg, "birds")
     return steps
 
 
@@ -501,19 +501,6 @@ def minis(tmp_path_factory):
     return folder
 
 
-def interrupted(compute_losses, at):
-    """Like compute_losses, but its call number `at` ends as if by Ctrl-C."""
-    calls = []
-
-    def wrapped(*args):
-        calls.append(args)
-        if len(calls) == at:
-            raise KeyboardInterrupt
-        return compute_losses(*args)
-
-    return wrapped
-
-
 def test_resume_equals_no_interruption(method, minis, tmp_path, monkeypatch):
     """On mini, with phrases and entities. The command is the same but for --resume."""
     whole = tmp_path / "whole"
@@ -563,7 +550,7 @@ class OwnData:
         pair_ids = [f"{i} {self.vocab.words[row[1]]}" for i, row in enumerate(caption.tolist())]
         return data.Batch(before, after, caption, pair_ids, [], [])
 
-    def results(self, split, captions, maps, out_dir, notes=None, published=None):
+    def results(self, split, captions, maps, out_dir, notes=None, published=None, state=None):
         self.maps = maps
         right = [caption == pair_id.split()[1] for pair_id, caption in captions.items()]
         return {"CIDEr": 100 * sum(right) / len(right)}
@@ -576,11 +563,11 @@ class OwnData:
 
 
 def train_on(dataset, method, folder, **fields):
-    """-> the config of a small model, and the model after training."""
+    """-> the config of a small model, and the model after training, with its checkpoint."""
     sizes = {"dim": 16, "heads": 2, "dropout": 0.0, "batch_size": 8, "device": "cpu"}
     fields = METHODS[method].sizes | METHODS[method].alone | fields
     cfg = method.Config(**sizes | fields, out_dir=str(folder))
-    return cfg, method.train(cfg, dataset)
+    return cfg, *method.train(cfg, dataset)
 
 
 def test_a_method_trains_on_any_object_with_these_methods(method, tmp_path, monkeypatch):
@@ -588,8 +575,8 @@ def test_a_method_trains_on_any_object_with_these_methods(method, tmp_path, monk
     monkeypatch.setitem(sys.modules, "data", None)  # importing it fails
     dataset = OwnData()
     schedule = {"lr": 3e-3, "steps": 60, "eval_every": 30, "seed": 1}
-    cfg, model = train_on(dataset, method, tmp_path, **schedule)
-    assert method.evaluate(model, dataset, "test", cfg, tmp_path) == {"CIDEr": 100.0}
+    cfg, model, state = train_on(dataset, method, tmp_path, **schedule)
+    assert method.evaluate(model, dataset, "test", cfg, tmp_path, state) == {"CIDEr": 100.0}
     assert not model.training  # no dropout in the captions that follow
     (batch,) = dataset.eval_batches("test", 8)
     ids = model.generate(batch.before, batch.after)
@@ -607,7 +594,7 @@ def test_every_step_has_its_rate_clips_gradients_and_caps_scales(method, tmp_pat
     dataset = OwnData()
     # Adam divides by |gradient| + 1e-8, so gradients clipped to 1e-12 move the weights by 1e-4 lr.
     schedule = {"steps": 4, "log_every": 1, "warmup": 4, "lr": 1e-3, "grad_clip": 1e-12}
-    cfg, model = train_on(dataset, method, tmp_path, **schedule)
+    cfg, model, _ = train_on(dataset, method, tmp_path, **schedule)
     rates = [row["lr"] for row in train_lines(tmp_path)]
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
     assert clamp_scales.call_count == (4 if has_scales else 0)
@@ -635,7 +622,7 @@ def test_mini_from_nothing_to_a_caption(
     method, minis, without_spacy, tmp_path, monkeypatch, capsys
 ):
     """A short run on mini; then its checkpoint alone captions two files."""
-    monkeypatch.setattr(scores, "one_caption", lambda _: "nothing")  # choosing it takes long
+    monkeypatch.setattr(report, "one_caption", lambda *_: "nothing")  # choosing it takes long
     out = tmp_path / "run"
     flags = [f"--{name}={value}" for name, value in METHODS[method].sizes.items()]
     flags += "--steps 40 --batch_size 8 --log_every 5 --dim 32 --warmup 5 --device cpu".split()

@@ -11,6 +11,9 @@ from PIL import Image
 
 import data
 from support import mini
+from support.mini.networks import feature_net, load_clip, preprocess
+from support.mini.scenes import KINDS, VIEWS, draw, phrase, sample_cameras, sample_scene
+from support.mini.sentences import NO_CHANGE, accuracy, judge, parse_caption
 
 COUNTS = {"train": 20, "val": 5, "test": 10}
 
@@ -32,8 +35,8 @@ def ball(x, y, **other):
 
 
 def test_the_box_is_that_of_a_projected_sphere():
-    camera = mini.sample_cameras(np.random.default_rng(0))[0]
-    picture = mini.draw([ball(0.4, -0.3)], camera)
+    camera = sample_cameras(np.random.default_rng(0))[0]
+    picture = draw([ball(0.4, -0.3)], camera)
     directions = np.random.default_rng(0).normal(size=(200_000, 3))
     unit = directions / np.linalg.norm(directions, axis=1, keepdims=True)
     rays = np.array([0.4, -0.3, 0.8]) + 0.8 * unit - camera.eye  # to points of the surface
@@ -55,11 +58,11 @@ def sampled(count):
     """Scenes as the files describe them, but not drawn."""
     rng = np.random.default_rng(5)
     for n in range(count):
-        kind = mini.KINDS[n % 5]
-        before, after, changed = mini.sample_scene(rng, kind)
+        kind = KINDS[n % 5]
+        before, after, changed = sample_scene(rng, kind)
         scenes = [before, after, before]
         boxes = [[[0, 0, 9, 9]] * len(scene) for scene in scenes]
-        cameras = mini.sample_cameras(rng)
+        cameras = sample_cameras(rng)
         yield scenes, mini.describe(kind, changed, scenes, cameras, boxes)
 
 
@@ -68,7 +71,7 @@ def test_captions_are_distinct_and_true():
     wrong_from_default = 0
     for scenes, scene in sampled(250):
         for items in scenes:
-            assert len({mini.phrase(item) for item in items}) == len(items)
+            assert len({phrase(item) for item in items}) == len(items)
         truth = scene["truth"]
         # In a swapped pair, "before" is the nonsemantic picture.
         swapped = dict(truth)
@@ -78,33 +81,33 @@ def test_captions_are_distinct_and_true():
             assert len(set(captions)) == 6
             assert max(len(caption.split()) for caption in captions) <= 18
             for caption in captions:
-                verdict = mini.judge("000000.png", caption, seen)
+                verdict = judge("000000.png", caption, seen)
                 assert all(verdict.values())
                 places += "place" in verdict
         if truth["type"] != "add":
-            verdicts = [mini.judge("000000.png", text, truth) for text in scene["nonsemantic"]]
+            verdicts = [judge("000000.png", text, truth) for text in scene["nonsemantic"]]
             wrong_from_default += not all(verdict.get("place", True) for verdict in verdicts)
     assert places > 0.8 * 250 * 12
     assert 0 < wrong_from_default < 25
 
 
 def test_the_parser_and_the_scores_see_mistakes():
-    for caption in mini.NO_CHANGE:
-        assert mini.parse_caption(caption)["type"] == "same"
-    parsed = mini.parse_caption("the red cube that is left of the large sphere became metal")
+    for caption in NO_CHANGE:
+        assert parse_caption(caption)["type"] == "same"
+    parsed = parse_caption("the red cube that is left of the large sphere became metal")
     known = {name: value for name, value in parsed.items() if value}
     assert known == {"type": "material", "color": "red", "shape": "cube", "value": "metal"}
     before = [ball(0, 0), ball(2, 0, color="blue")]
     after = [before[0] | {"color": "cyan"}, before[1]]
     objects = {"default": before, "semantic": after}
     truth = {"type": "color", "changed": 0, "objects": objects}
-    assert mini.judge("000007.png", "the large sphere became gray", truth) == {
+    assert judge("000007.png", "the large sphere became gray", truth) == {
         "change type": True,
         "all four": False,  # "large sphere" could be either
         "new value": False,
     }
-    assert mini.judge("000007.png_n", "nothing was changed", truth) == {"distractors": True}
-    assert mini.judge("000007.png_n", "the large sphere is gone", truth) == {"distractors": False}
+    assert judge("000007.png_n", "nothing was changed", truth) == {"distractors": True}
+    assert judge("000007.png_n", "the large sphere is gone", truth) == {"distractors": False}
 
 
 def place_of(caption):
@@ -122,7 +125,7 @@ def place_of(caption):
         "objects": {"default": scene, "semantic": scene[1:]},
         "right_axes": {"default": [1, 0], "semantic": [-1, 0]},
     }
-    return mini.judge("000000.png", caption, truth).get("place")
+    return judge("000000.png", caption, truth).get("place")
 
 
 @pytest.mark.parametrize(
@@ -154,10 +157,10 @@ def test_files_follow_the_release(drawn):
     assert list(files["change_captions"]) == names + others
     assert {split: len(ids) for split, ids in files["splits"].items()} == COUNTS
     for ids in files["splits"].values():
-        for kind in mini.KINDS:
+        for kind in KINDS:
             of_kind = {int(name[:6]) for name in files["type_mapping"][kind]}
             assert len(of_kind & set(ids)) == len(ids) // 5
-    for view, folder in mini.VIEWS.items():
+    for view, folder in VIEWS.items():
         assert Image.open(root / folder / f"CLEVR_{view}_000034.png").size == (64, 64)
     for i, scene in files["scenes"].items():
         boxes = files["change_captions_with_bbox"][i]
@@ -173,7 +176,7 @@ def test_a_scene_depends_on_its_split_and_number_alone(drawn, tmp_path):
     root, files = drawn
     mini.render(tmp_path, {"train": 3, "val": 2})
     for i, same in ((0, 0), (2, 2), (3, 20), (4, 21)):  # 3 and 4 are the first two of val
-        for view in mini.VIEWS:
+        for view in VIEWS:
             picture = mini.picture_file(tmp_path, view, i).read_bytes()
             assert picture == mini.picture_file(root, view, same).read_bytes()
     scenes = json.loads((tmp_path / "scenes.json").read_text())
@@ -195,9 +198,9 @@ def test_mini_is_prepared_and_its_references_are_right(tmp_path):
     assert dataset.state()["extractor"] == "mini-cnn"
     assert len(dataset.pairs("train")) == 40 and len(dataset.pairs("test")) == 20
     assert len(dataset.paths) == 3 * (20 + 10 + 10)
-    assert {*mini.KINDS, "semantic change", "only distractor"} <= set(dataset.groups)
+    assert {*KINDS, "semantic change", "only distractor"} <= set(dataset.groups)
     captions = {pair.id: pair.captions[0] for pair in dataset.pairs("test")}
-    assert set(mini.accuracy(captions, tmp_path).values()) == {100}
+    assert set(accuracy(captions, tmp_path).values()) == {100}
 
 
 # ---- networks ------------------------------------------------------------------------------------
@@ -205,7 +208,7 @@ def test_mini_is_prepared_and_its_references_are_right(tmp_path):
 
 def test_photographs_are_not_for_minis_network():
     with pytest.raises(mini.InputError, match="80x64"):
-        mini.preprocess(Image.new("RGB", (80, 64)))
+        preprocess(Image.new("RGB", (80, 64)))
 
 
 # Of each picture, two cells in the middle, in every 32nd channel.
@@ -223,12 +226,12 @@ def test_the_shipped_networks_are_those_of_every_number_measured_on_mini():
     pictures = []
     for number in range(3):
         rng = np.random.default_rng(number)
-        scene, _, _ = mini.sample_scene(rng, "drop")
-        image = mini.draw(scene, mini.sample_cameras(rng)[0]).image
-        pictures.append(mini.preprocess(Image.fromarray(image)))
+        scene, _, _ = sample_scene(rng, "drop")
+        image = draw(scene, sample_cameras(rng)[0]).image
+        pictures.append(preprocess(Image.fromarray(image)))
     with torch.no_grad():
-        features = mini.feature_net().eval()(torch.stack(pictures))
+        features = feature_net().eval()(torch.stack(pictures))
     assert features.shape == (3, 128, 8, 8)
     torch.testing.assert_close(features[:, ::32, 3:5, 4], RECORDED, rtol=0, atol=0.02)
-    _, tokenizer = mini.load_clip()
+    _, tokenizer = load_clip()
     assert list(tokenizer.ids) == training.words_of_mini()

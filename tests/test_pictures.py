@@ -21,8 +21,8 @@ import scorer_cbr
 import scores
 from common import InputError
 from support.captioner import caption_files
+from support.pairs import Pair
 from support.pictures import draw_curves, draw_pair, print_once, sample_sheet
-from support.releases import Pair
 
 README = Path(scores.__file__).with_name("README.md")
 
@@ -77,11 +77,11 @@ def locked(monkeypatch):
     monkeypatch.setattr(os, "replace", Mock(side_effect=error))
 
 
-def test_a_picture_that_cannot_be_written_ends_no_run(log, locked, capsys):
+def test_a_picture_that_cannot_be_written_ends_no_run(drawing_notes, log, locked, capsys):
     curves = log.with_name("curves.png")
     sheet = log.with_name("samples.png")
     for _ in range(3):  # as at three validations
-        draw_curves(log, curves, "CIDEr")
+        draw_curves(log, curves)
     pair = Pair("1", "a", "b", ["c"])
     dataset = Mock(kinds={}, pairs=lambda split: [pair], pictures=lambda pair: [None, None])
     sample_sheet(dataset, "test", {"1": "c"}, {"1": {}}, {}, sheet)
@@ -101,7 +101,7 @@ def test_a_picture_that_was_asked_for_is_missed(locked, tmp_path, capsys):
 
 def test_curves_need_no_latex(log, capsys):
     with matplotlib.rc_context({"text.usetex": True}):
-        draw_curves(log, log.with_name("curves.png"), "CIDEr")
+        draw_curves(log, log.with_name("curves.png"))
     assert capsys.readouterr().out == ""
     assert colours(log.with_name("curves.png")) > 100
 

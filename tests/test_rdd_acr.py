@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import open_clip
 import pytest
@@ -25,7 +24,7 @@ from conftest import (
 import data
 import rdd_acr
 from rdd_acr import RDD, Attributes, Config, encode_prompted
-from support.releases import SPLITS
+from support.pairs import SPLITS
 
 CAPTION = CAPTION[[0, 1, 2, 1], :8]
 CLIP_DIM = 7  # width of a phrase's embedding
@@ -47,9 +46,10 @@ def attributes(rows=(0, 1, 2, 1), ignore_equal=True, seed=2) -> Attributes:
     return Attributes(text, rows >= 0, same)
 
 
-def fixed_phrases(nouns: Attributes, verbs: Attributes):
-    """What RDD.forward takes as rows and phrases, of one batch."""
-    return {"nouns": nouns, "verbs": verbs}, SimpleNamespace(read=lambda rows, prompt: rows)
+def read_both(phrases, texts, model):
+    """What RDD.forward takes of these captions."""
+    nouns = phrases.read("nouns", texts, model.noun_prompt)
+    return nouns, phrases.read("verbs", texts, model.verb_prompt)
 
 
 def naive_alignment(vectors, texts, rows, tau, ignore_equal):
@@ -74,7 +74,7 @@ def test_alignment_losses_against_loops(rows, ignore_equal):
     before, after = pictures()
     nouns = attributes(rows, ignore_equal)
     verbs = attributes(rows, ignore_equal, seed=3)
-    losses = model(before, after, CAPTION, *fixed_phrases(nouns, verbs))
+    losses = model(before, after, CAPTION, nouns, verbs)
     _, objects, actions = model.encode(before, after)
     for loss, distilled, phrases in (("n2o", objects, nouns), ("v2a", actions, verbs)):
         texts = model.adapter(phrases.text).detach()
@@ -126,7 +126,7 @@ def test_encoder_against_equations(order, share_blocks, residual):
     before, after = pictures()
     for p in model.parameters():
         torch.nn.init.normal_(p)  # LayerNorm's, too, so that an extra LayerNorm would be noticed
-    norm = (lambda module, x: module(x)) if residual else (lambda module, x: x)
+    norm = (lambda block, name, x: getattr(block, name)(x)) if residual else (lambda b, n, x: x)
     f_bef = model.embed(before)
     f_aft = model.embed(after)
     g = model.difference
@@ -141,14 +141,13 @@ def test_encoder_against_equations(order, share_blocks, residual):
         vectors = module.vectors.expand(B, -1, -1)
         for i in range(3):
             block = module.blocks[0 if share_blocks else i]
-            x = norm(block.norm_source, source)
+            x = norm(block, "norm_source", source)
             source = attention_by_heads(block.self_attention, x, x) + residual * source  # Eq. 6
-            x = norm(block.norm_seen, source)
-            attended = attention_by_heads(
-                block.cross_attention, norm(block.norm_vectors, vectors), x
-            )
+            x = norm(block, "norm_seen", source)
+            query = norm(block, "norm_vectors", vectors)
+            attended = attention_by_heads(block.cross_attention, query, x)
             hat = attended + residual * vectors  # Eq. 7
-            vectors = block.feed_forward(norm(block.norm_ffn, hat)) + hat  # Eq. 8
+            vectors = block.feed_forward(norm(block, "norm_ffn", hat)) + hat  # Eq. 8
         return vectors
 
     objects = None
@@ -199,9 +198,9 @@ def test_vector_maps(order):
     assert set(maps) == {"decoder", "objects", "actions"}
     weights = []
     _, *distilled = model.encode(before, after)
-    for module, (_, query, key) in zip((model.objects, model.actions), distilled, strict=True):
+    for module, (_, q, k) in zip((model.objects, model.actions), distilled, strict=True):
         attention = module.blocks[-1].cross_attention
-        weights.append(attention.scores(query, key).softmax(-1).mean(1))
+        weights.append(attention.scores(q, k).softmax(-1).mean(1))
     objects, actions = weights
     if order == "n+v":
         actions = actions @ objects
@@ -264,8 +263,7 @@ def phrases_of(clip, segments=SEGMENTS, **fields) -> rdd_acr.Phrases:
 
 
 def test_only_training_captions_are_read(clip, prepared, monkeypatch):
-    model, tokenizer, _ = clip
-    monkeypatch.setattr("support.features.load_clip", lambda name, device: (model, tokenizer, None))
+    monkeypatch.setattr("support.extractors.load_clip", lambda name, device: clip)
     dataset = data.load("clevr_change", prepared)
     phrases = rdd_acr.phrases_of(dataset, Config(clip_dim=8, clip_width=16, device="cpu"))
     assert set(phrases.rows["nouns"]) == set(dataset.captions(["train"]))
@@ -282,7 +280,7 @@ def test_phrases_of_a_batch(clip, prompt):
         ("nouns", [CUBE, CUBE, SPHERE, CUBE, "cube and ball"], rdd_acr.NOUN_PROMPT, 11),
         ("verbs", verbs, rdd_acr.VERB_PROMPT, 5),
     ):
-        text, valid, same = phrases.read(phrases.rows_of(batch)[kind], None)
+        text, valid, same = phrases.read(kind, batch, None)
         assert valid.all() and same.sum() == equal
         prefix = fixed if prompt == "fixed" else ""
         expected = model.encode_text(tokenizer([prefix + w for w in words]))
@@ -292,9 +290,8 @@ def test_phrases_of_a_batch(clip, prompt):
 def test_a_learned_prompt_precedes_each_phrase(clip):
     model, tokenizer, _ = clip
     phrases = phrases_of(clip)
-    rows = phrases.rows_of(TEXTS[:2])
-    nouns = phrases.read(rows["nouns"], prompt_of(model, "a"))
-    verbs = phrases.read(rows["verbs"], prompt_of(model, "it"))
+    nouns = phrases.read("nouns", TEXTS[:2], prompt_of(model, "a"))
+    verbs = phrases.read("verbs", TEXTS[:2], prompt_of(model, "it"))
     expected = model.encode_text(tokenizer([f"a {CUBE}", f"a {SPHERE}"]))
     torch.testing.assert_close(nouns.text, expected)
     expected = model.encode_text(tokenizer(["it is missing", "it has been added"]))
@@ -303,7 +300,7 @@ def test_a_learned_prompt_precedes_each_phrase(clip):
 
 def test_equal_phrases_can_be_negatives(clip):
     phrases = phrases_of(clip, prompt="none", equal_phrases="negatives")
-    same = phrases.read(phrases.rows_of(TEXTS)["nouns"], None).same
+    same = phrases.read("nouns", TEXTS, None).same
     assert torch.equal(same, torch.eye(5, dtype=torch.bool))
 
 
@@ -311,10 +308,9 @@ def test_equal_phrases_can_be_negatives(clip):
 def test_captions_without_a_segment(clip, prompt):
     none = {text: ([], []) for text in TEXTS} | {TEXTS[1]: ([SPHERE, "scene"], [])}
     phrases = phrases_of(clip, none, prompt=prompt)
-    rows = phrases.rows_of(TEXTS)
-    valid = phrases.read(rows["nouns"], None).valid
+    valid = phrases.read("nouns", TEXTS, None).valid
     assert valid.tolist() == [False, True, False, False, False]
-    assert not phrases.read(rows["verbs"], None).valid.any()
+    assert not phrases.read("verbs", TEXTS, None).valid.any()
 
 
 def test_a_batch_of_two_kinds_of_pairs_is_one_batch(clip):
@@ -329,7 +325,7 @@ def test_a_batch_of_two_kinds_of_pairs_is_one_batch(clip):
     unchanged = data.Batch(before[2:], after[2:], CAPTION[[1, 3]], [], TEXTS[2:4])
     losses = rdd_acr.compute_losses(model, (changed, unchanged), model.cfg, phrases)
     caption = torch.cat([CAPTION[:2], CAPTION[[1, 3]]])
-    parts = model(before, after, caption, phrases.rows_of(TEXTS[:4]), phrases)
+    parts = model(before, after, caption, *read_both(phrases, TEXTS[:4], model))
     assert all(loss.shape == () for loss in losses.values())
     expected = (parts["caption"] + 0.3 * parts["n2o"] + 0.2 * parts["v2a"]).item()
     assert losses["total"].item() == pytest.approx(expected, rel=1e-5)
@@ -340,7 +336,7 @@ def test_a_batch_of_two_kinds_of_pairs_is_one_batch(clip):
     assert all(p.grad is None for p in clip_model.parameters())
 
 
-def test_phrases_are_read_between_three_graphs(clip):
+def test_phrases_are_read_outside_of_the_one_graph(clip):
     """However many phrases differ: else each step on a GPU would compile anew."""
     torch._dynamo.reset()
     graphs = []
@@ -352,10 +348,10 @@ def test_phrases_are_read_between_three_graphs(clip):
     model = small(clip_dim=8, clip_width=16).float()
     phrases = phrases_of(clip)
     before, after = pictures().float()
-    expected = model.eval()(before, after, CAPTION, phrases.rows_of(TEXTS[:4]), phrases)
-    model.compile(dynamic=False, backend=backend)
+    expected = model.eval()(before, after, CAPTION, *read_both(phrases, TEXTS[:4], model))
+    model.compile(fullgraph=True, dynamic=False, backend=backend)
     for texts in (TEXTS[:4], TEXTS[1:], [TEXTS[0], TEXTS[0], TEXTS[3], TEXTS[4]]):
-        losses = model(before, after, CAPTION, phrases.rows_of(texts), phrases)
+        losses = model(before, after, CAPTION, *read_both(phrases, texts, model))
         if texts == TEXTS[:4]:
             torch.testing.assert_close(losses, expected)
-    assert len(graphs) == 3
+    assert len(graphs) == 1

@@ -6,14 +6,14 @@ import pytest
 import torch
 from conftest import random_clip
 
-import rdd_acr
 from common import InputError
-from support.features import load_clip
-from support.mini import NO_CHANGE, TEMPLATES
+from support.extractors import load_clip
+from support.mini.sentences import NO_CHANGE, TEMPLATES
 from support.text import (
     SPECIAL,
     Vocab,
     frequent_words,
+    segments,
     subjects,
     template_segments,
     tokenize,
@@ -83,7 +83,7 @@ def parsed(line):
 @pytest.mark.parametrize("line", PARSED)
 def test_phrases_of_a_parsed_sentence(line):
     doc = parsed(line)
-    assert (*rdd_acr.segments(doc), subjects(doc)) == PARSED[line]
+    assert (*segments(doc), subjects(doc)) == PARSED[line]
 
 
 def test_the_real_model_gives_these_parses():
@@ -146,7 +146,7 @@ def test_sentences_of_mini():
 
 @pytest.mark.parametrize("text", TEMPLATE_SENTENCES)
 def test_sentences_of_closed_vocabularies(text):
-    assert (*rdd_acr.segments(text), subjects(text)) == TEMPLATE_SENTENCES[text]
+    assert (*segments(text), subjects(text)) == TEMPLATE_SENTENCES[text]
 
 
 # ---- CLIP ----------------------------------------------------------------------------------------
