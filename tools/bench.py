@@ -3,14 +3,13 @@
     python tools/bench.py step [--method dirl_ccr] [--batch 128]    one training step, papers' size
     python tools/bench.py step --method idc_pretrain --task mvcl    one of pre-training
     python tools/bench.py step --row released   SCORER's step with the released code's settings
-    python tools/bench.py decode [--method dirl_ccr] [--batch 64]   greedy captions, all words read
-                                                                    anew for each next one
+    python tools/bench.py decode [--method dirl_ccr] [--batch 64]   greedy captions
     python tools/bench.py match [--batch 128]                       token-wise matching, both passes
     python tools/bench.py load [--scenes 5000] [--batch 128]        batches from a feature file
     python tools/bench.py all --out FOLDER [--dry]                  everything on one GPU machine
 
 The plain formulation of a step computes every matching score at once (match_by_definition of
-scorer_cbr.py), in float32 and without torch.compile. The two formulations take turns. Each turn is
+matching.py), in float32 and without torch.compile. The two formulations take turns. Each turn is
 a separate process, so that its peak memory can be measured. With --row, there is one turn of one
 formulation; "released" and "plain-released" have the settings of RELEASED. RDD+ACR's phrases (for
 ViT-L-14's text encoder, with random weights) and CHEERS's entities are random. To compare commits,
@@ -20,9 +19,8 @@ run each one's script on an idle machine.
 must be on a disk (TMPDIR names another). Cold: the file is not in the system's cache. Warm: the
 same batches again. The plain way reads both images of every pair from the map.
 
-`all` runs tests/test_cuda.py (in parallel, which needs pytest-xdist), then every method's step and
-decoding, each with a profile (--profile). It takes at most seven minutes, and logs go to FOLDER.
-With --dry, it runs on the CPU in tiny sizes, one process after the other.
+`all` runs tests/test_cuda.py (in parallel, by pytest-xdist), then every method's step and decoding,
+each with a profile. It takes at most seven minutes. --dry: tiny, one after the other, on the CPU.
 """
 
 import argparse
@@ -59,12 +57,12 @@ import idc_pretrain
 import rdd_acr
 import scorer_cbr
 from common import END, NULL
-from matching import token_match
-from scorer_cbr import match_by_definition
-from support.features import Features, prefetch, write_features
-from support.releases import Pair, Release, Scene
+from matching import match_by_definition, token_match
+from support.features import Features, write_features
+from support.pairs import Pair, Release, Scene
 from support.run import preset
 from support.text import Vocab, frequent_words
+from support.threads import prefetch
 
 METHODS = {
     "scorer_cbr": scorer_cbr.SCORER,
@@ -103,10 +101,8 @@ def config_of(args):
         assert released, f"{args.method} has no released settings"
         variant = "released"
     cfg = preset(method.Config, method.PRESETS, released, "clevr_change", variant)
-    amp = not is_plain(args)
-    return dataclasses.replace(
-        cfg, dim=args.dim, device=args.device, batch_size=args.batch, amp=amp
-    )
+    size = {"dim": args.dim, "batch_size": args.batch}
+    return dataclasses.replace(cfg, device=args.device, amp=not is_plain(args), **size)
 
 
 def is_plain(args) -> bool:
@@ -193,8 +189,7 @@ def step_work(args) -> Callable:
         more += [args.task, lambda ids: rewritten[: len(ids)]]
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=not is_plain(args))
     if cfg.on_cuda and cfg.compile and not is_plain(args):
-        # As in training. RDD+ACR's CLIP reads the phrases between compiled graphs.
-        model.compile(fullgraph=args.method != "rdd_acr", dynamic=False)
+        model.compile(fullgraph=True, dynamic=False)  # as in training
 
     def run():
         optimizer.zero_grad()
@@ -249,8 +244,7 @@ def load_times(path: Path, release: Release, row: str, args, seed: int) -> dict[
         os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     vocab = Vocab(frequent_words(release.captions(["train"])))
     # The file is opened for each formulation anew, because mapped pages stay in the cache.
-    features = Features(path, "", "random")
-    features.device = args.device
+    features = Features(path, "", "random", args.device)
     dataset = data.Dataset("clevr_change", path.parent, release, vocab, features)
     times = {}
     for state in ("cold", "warm"):
@@ -453,8 +447,8 @@ def parse_command():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=[*WORKS, "load", "all"])
     parser.add_argument("--method", choices=METHODS, default="scorer_cbr")
-    tasks = ["finetune", *idc_pretrain.TASKS]
-    parser.add_argument("--task", choices=tasks, default="finetune", help="idc_pretrain's step")
+    tasks = ["caption", *idc_pretrain.TASKS]
+    parser.add_argument("--task", choices=tasks, default="caption", help="idc_pretrain's step")
     parser.add_argument("--batch", type=int, default=128, help="scenes per step, or pairs")
     parser.add_argument("--dim", type=int, default=512, help="width D")
     text = "shape of the features (default: the paper's)"
@@ -465,9 +459,7 @@ def parse_command():
     parser.add_argument("--scenes", type=int, default=5000, help="scenes in the file of load")
     text = "measure only this formulation, once, and print JSON"
     parser.add_argument("--row", choices=ROWS, help=text)
-    parser.add_argument(
-        "--profile", action="store_true", help="with --row: print a profile as well"
-    )
+    parser.add_argument("--profile", action="store_true", help="with --row: also print a profile")
     parser.add_argument("--wait", action="store_true", help="with --row: wait for a line first")
     parser.add_argument("--out", default="runs/gpu", help="all's folder for logs and profiles")
     parser.add_argument("--dry", action="store_true", help="all in tiny sizes on the CPU")

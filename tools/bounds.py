@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import data
 import scores
+from support import report
 from support.files import run_main
 from support.releases import DATASETS, read_release, vocab_of
 
@@ -36,9 +37,9 @@ def best_caption(dataset: data.Dataset, ids: set[str]) -> str:
     references = {pair.id: pair.captions for pair in pairs}
     ciders = {}
     for text in ranked[:CANDIDATES]:
-        caption = scores.scored_text(dataset, text)
+        caption = report.scored_text(dataset, text)
         given = {pair.id: caption if pair.id in ids else "" for pair in pairs}
-        of_val = scores.protocol_scores(dataset, given, references, quick=True)
+        of_val = report.protocol_scores(dataset, given, references, quick=True)
         ciders[text] = of_val["total"]["CIDEr"]
     return max(ciders, key=ciders.get, default="")
 
@@ -81,12 +82,12 @@ def main() -> None:
     vocab = vocab_of(args.name, release)
     no_features = SimpleNamespace(data=np.empty((0, 0, 0, 0)), require=lambda paths: None)
     dataset = data.Dataset(args.name, root, release, vocab, no_features)
-    groups = scores.groups_of(dataset, "test")
+    groups = report.groups_of(dataset, "test")
     table = {}
     for bound, (captions, references) in bounds(dataset).items():
         if captions:
-            texts = {i: scores.scored_text(dataset, text) for i, text in captions.items()}
-            of_groups = scores.protocol_scores(dataset, texts, references, groups)
+            texts = {i: report.scored_text(dataset, text) for i, text in captions.items()}
+            of_groups = report.protocol_scores(dataset, texts, references, groups)
             for group, row in of_groups.items():
                 table[f"{bound}: {group}"] = row
     print(scores.format_scores(table))

@@ -9,9 +9,9 @@ the test split and their scores are hashed separately. Equal hashes before and a
 code show that no number has moved, provided that machine, torch and data are the same. The data are
 a mini of 200 scenes, which each run draws.
 
---against runs this script with that commit's code and with this one. tools/results.json notes for
-which scripts all hashes are equal, so that results.py takes their records of the older commit for
-records of the newer one.
+--against runs this script with that commit's code and with this one. It notes in
+tools/results.json which scripts have only equal hashes, so that results.py takes their records of
+the older commit for records of the newer one.
 """
 
 import argparse
@@ -31,6 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import data
+from support.files import run_main
 
 SHORT = "--steps 10 --log_every 1 --eval_every 5 --device cpu"
 CASES = {
@@ -74,7 +75,8 @@ def hashes(out: Path) -> dict[str, str]:
     captions = json.loads((out / "captions_test.json").read_bytes())
     text = hashlib.sha256(json.dumps(captions, sort_keys=True).encode())
     written = json.loads((out / "scores_test.json").read_bytes())
-    written["scores"].pop("one caption for all")  # which no method writes
+    for control in ("one caption for all", "captions of other pairs"):  # which no method writes
+        written["scores"].pop(control, None)
     result = [written["scores"], written["accuracy"]]
     scores = hashlib.sha256(json.dumps(result, sort_keys=True).encode())
     parts = {"weights": weights, "losses": losses, "captions": text, "scores": scores}
@@ -93,13 +95,13 @@ def compare_commits(commit: str) -> list[str]:
     scripts compute the same. InputError if there are uncommitted changes."""
     import results
 
-    pair = [results.commit_of_the_code(commit), results.commit_of_the_code()]
+    old_commit = results.commit_of_the_code(commit)
+    new_commit = results.commit_of_the_code()
     with tempfile.TemporaryDirectory() as folder:
         archive = Path(folder, "old.zip")
         call = ["git", "-C", str(results.ROOT), "archive", "-o", str(archive), commit]
         subprocess.run(call, check=True)
         shutil.unpack_archive(archive, Path(folder, "old"))
-        Path(folder, "old", "tools").mkdir(exist_ok=True)
         shutil.copy(__file__, Path(folder, "old", "tools"))  # both are hashed in the same way
         print(f"{commit}:", flush=True)
         old = measured_in(Path(folder, "old"), Path(folder, "old.json"))
@@ -107,12 +109,20 @@ def compare_commits(commit: str) -> list[str]:
         new = measured_in(results.ROOT, Path(folder, "new.json"))
     differing = [case for case in old if old[case] != new[case]]
     changed = {CASES[case].split()[0] for case in differing}
-    equal = sorted({command.split()[0] for command in CASES.values()} - changed)
-    if equal:
-        content = results.read_results()
-        pair += equal if changed else []  # a pair alone stands for all scripts
-        results.write_results(content | {"equal": [*content["equal"], pair]})
+    content = results.read_results()
+    for script in {command.split()[0] for command in CASES.values()} - changed:
+        note_same(content["same"], script, old_commit, new_commit)
+    results.write_results(content)
     return differing
+
+
+def note_same(same: dict[str, list[str]], script: str, old_commit: str, new_commit: str) -> None:
+    """Notes that two commits compute the same in a script. If the ones noted before compute
+    something else, they are forgotten."""
+    commits = same.get(script, [])
+    if not {old_commit, new_commit} & set(commits):
+        commits = []
+    same[script] = list(dict.fromkeys([*commits, old_commit, new_commit]))
 
 
 def main() -> None:
@@ -139,8 +149,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        from support.files import run_main
-    except ImportError:  # the code of a commit before support/
-        from common import run_main
     run_main(main)

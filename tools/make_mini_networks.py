@@ -2,9 +2,9 @@
 
     python tools/make_mini_networks.py --data_dir data/mini     some 13 minutes on one CPU core
 
-It was run once, on the pictures that mini.py draws. It has to be run again only if these change.
+It was run once, on the pictures that mini draws. It has to be run again only if these change.
 Features and every number measured on mini then change, too: raise mini.VERSION, and give the
-feature network another name in support/features.py. On validation pictures, size, color, material
+feature network another name in support/extractors.py. On validation pictures, size, color, material
 and shape of .99, .991, .99 and .97 of the objects could be read from the features; .982 of the
 pairs of a true and a false name had the true one closer to the picture, by CLIP.
 
@@ -32,6 +32,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import rdd_acr
 from support import mini
 from support.files import progress, save_tensors
+from support.mini.networks import ASSETS, FeatureNet, new_clip
+from support.mini.scenes import ATTRIBUTES, VIEWS, phrase
+from support.mini.sentences import NO_CHANGE, TEMPLATES
 
 CLIP_BATCH = 64  # pictures per step
 
@@ -43,7 +46,7 @@ def read_pictures(root: Path) -> tuple[Tensor, list[list[dict]]]:
     images = []
     objects = []
     for i in splits["train"]:
-        for view in mini.VIEWS:
+        for view in VIEWS:
             with Image.open(mini.picture_file(root, view, i)) as image:
                 images.append(np.array(image))
             objects.append(scenes[str(i)]["objects"][view])
@@ -66,13 +69,13 @@ def cells_of(pictures: list[list[dict]]) -> Tensor:
     """Targets of the feature network (M, 4, 8, 8): indices of size, color, material and shape in
     the cell that holds the centre of an object's box; elsewhere -100, which cross_entropy ignores.
     If two centres share a cell, the nearer object (lower in the picture) is kept."""
-    cells = torch.full((len(pictures), len(mini.ATTRIBUTES), 8, 8), -100)
+    cells = torch.full((len(pictures), len(ATTRIBUTES), 8, 8), -100)
     for n, objects in enumerate(pictures):
         for item in sorted(objects, key=lambda item: item["box"][1] + item["box"][3]):
             x, y, w, h = item["box"]
             row = (2 * y + h) // 16
             column = (2 * x + w) // 16
-            indices = [choices.index(item[name]) for name, choices in mini.ATTRIBUTES.items()]
+            indices = [choices.index(item[name]) for name, choices in ATTRIBUTES.items()]
             cells[n, :, row, column] = torch.tensor(indices)
     return cells
 
@@ -87,8 +90,8 @@ def train_feature_net(images: Tensor, pictures: list[list[dict]], steps: int) ->
     # Every window of 4 x 4 cells, which are 32 x 32 pixels.
     images = images.unfold(2, 32, 8).unfold(3, 32, 8)  # (M, 3, 5, 5, 32, 32)
     cells = cells.unfold(2, 4, 1).unfold(3, 4, 1)  # (M, 4, 5, 5, 4, 4)
-    sizes = [len(choices) for choices in mini.ATTRIBUTES.values()]
-    net = mini.FeatureNet().to(memory_format=torch.channels_last)
+    sizes = [len(choices) for choices in ATTRIBUTES.values()]
+    net = FeatureNet().to(memory_format=torch.channels_last)
     head = nn.Conv2d(128, 1 + sum(sizes), 1)  # logits: is there an object, and its attributes
     optimizer, schedule = one_cycle([*net.parameters(), *head.parameters()], 4e-3, steps)
     for _ in progress(range(steps), desc="feature network", unit="step"):
@@ -117,11 +120,11 @@ def train_feature_net(images: Tensor, pictures: list[list[dict]], steps: int) ->
 
 def words_of_mini() -> list[str]:
     """All words of mini's sentences, and those of the prompts that RDD+ACR adds to phrases."""
-    texts = [*mini.NO_CHANGE, rdd_acr.NOUN_PROMPT, rdd_acr.VERB_PROMPT]
+    texts = [*NO_CHANGE, rdd_acr.NOUN_PROMPT, rdd_acr.VERB_PROMPT]
     texts += ["that is in the scene", "left of", "right of", "in front of", "behind", "and"]
-    for templates in mini.TEMPLATES.values():
+    for templates in TEMPLATES.values():
         texts += [template.replace("{}", "") for template in templates]
-    for choices in mini.ATTRIBUTES.values():
+    for choices in ATTRIBUTES.values():
         texts += choices
     words = set()
     for text in texts:
@@ -162,7 +165,7 @@ def train_clip(images: Tensor, pictures: list[list[dict]], words: list[str], ste
     as negatives. Word vectors keep their random initial values, so that all words, even those in no
     name, stay far apart."""
     torch.manual_seed(0)
-    clip, tokenizer = mini.new_clip(words)
+    clip, tokenizer = new_clip(words)
     clip.token_embedding.requires_grad_(False)
     clip.visual.to(memory_format=torch.channels_last)
     matrices = [p for p in clip.parameters() if p.ndim > 1]
@@ -170,11 +173,11 @@ def train_clip(images: Tensor, pictures: list[list[dict]], words: list[str], ste
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     optimizer, schedule = one_cycle(groups, 2e-3, steps)
     # The 96 full names: "small gray rubber sphere", ...
-    names = [" ".join(name) for name in itertools.product(*mini.ATTRIBUTES.values())]
+    names = [" ".join(name) for name in itertools.product(*ATTRIBUTES.values())]
     # For each picture and object, the words of the object's full name.
     shown_words = []
     for objects in pictures:
-        shown_words.append([mini.phrase(item).split() for item in objects])
+        shown_words.append([phrase(item).split() for item in objects])
     for _ in progress(range(steps), desc="CLIP", unit="step"):
         index = torch.randint(len(images), (CLIP_BATCH,))
         shown = [shown_words[i] for i in index.tolist()]
@@ -188,7 +191,7 @@ def train_clip(images: Tensor, pictures: list[list[dict]], words: list[str], ste
         target = torch.tensor(rows).float()  # (pictures, phrases)
         text = clip.encode_text(tokenizer(phrases), normalize=True)
         x = images[index].to(memory_format=torch.channels_last)
-        picture = clip.encode_image(x.float() / 127.5 - 1, normalize=True)  # as mini.preprocess
+        picture = clip.encode_image(x.float() / 127.5 - 1, normalize=True)  # as networks.preprocess
         logits = clip.logit_scale.exp() * picture @ text.T + clip.logit_bias
         loss = F.binary_cross_entropy_with_logits(logits, target, reduction="sum") / CLIP_BATCH
         loss.backward()
@@ -206,7 +209,7 @@ def main() -> None:
     parser.add_argument("--data_dir", type=Path, required=True, help="folder of a prepared mini")
     parser.add_argument("--cnn_steps", type=int, default=6000)
     parser.add_argument("--clip_steps", type=int, default=2000)
-    parser.add_argument("--out_dir", type=Path, default=mini.ASSETS)
+    parser.add_argument("--out_dir", type=Path, default=ASSETS)
     args = parser.parse_args()
     training = read_pictures(args.data_dir)
     net = train_feature_net(*training, args.cnn_steps)

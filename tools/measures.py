@@ -25,13 +25,15 @@ import scorer_cbr
 import scores
 from common import END, NULL, START, masked_mean
 from matching import token_match
-from support import mini
+from support import report, rewrites
 from support.captioner import Captioner
-from support.features import load_clip
-from support.text import read_captions
+from support.extractors import load_clip
+from support.mini.scenes import SIDE
+from support.mini.sentences import truth_of
+from support.text import read_captions, segments
 
 GRID = 8  # cells of mini, from left to right and from top to bottom
-CELL = mini.SIDE // GRID  # pixels: the side of a cell
+CELL = SIDE // GRID  # pixels: the side of a cell
 
 # ---- pairs and models ----------------------------------------------------------------------------
 
@@ -61,7 +63,7 @@ class Test:
         """The objects that both images have, of those of the first pairs whose objects keep their
         number: number of the pair, what happened to the object, its middle cells in both images."""
         for n, pair in enumerate(self.pairs[:pairs]):
-            truth = mini.truth_of(pair.id, self.dataset.root)
+            truth = truth_of(pair.id, self.dataset.root)
             if truth["type"] in ("add", "drop"):
                 continue
             scenes = truth["objects"]
@@ -73,7 +75,7 @@ class Test:
 
 def covered(boxes: list) -> Tensor:
     """How much of each cell is in a box [x, y, w, h] of pixels or, without a box, 0 -> (B, N)."""
-    area = torch.zeros(len(boxes), 1, mini.SIDE, mini.SIDE)
+    area = torch.zeros(len(boxes), 1, SIDE, SIDE)
     for n, box in enumerate(boxes):
         if box:
             x, y, w, h = box
@@ -158,7 +160,7 @@ def measure_scorer(tell, test: Test, run: Captioner) -> None:
         stays.setdefault(what, []).append(cell == target)
     for what in ("unchanged", "color", "material", "move"):
         measure = f"an object's middle cell chooses the object ({what}), %"
-        tell(measure, scores.percent(finds[what]), scores.percent(stays[what]))
+        tell(measure, report.percent(finds[what]), report.percent(stays[what]))
     tell_decoder(tell, test, run)
     if model.cfg.w_cbr:
         difference, x_bef, x_aft, _ = model.encode(test.before, test.after)
@@ -250,20 +252,20 @@ def measure_rdd(tell, test: Test, run: Captioner) -> None:
         tell(f"cosine of two {name} of a pair", cosines.mean())
     tell_decoder(tell, test, run)
     templates = test.dataset.settings.templates
-    readings = read_captions(rdd_acr.segments, sorted(set(test.texts)), templates)
+    readings = read_captions(segments, sorted(set(test.texts)), templates)
     clip, tokenizer, _ = load_clip(model.cfg.clip, "cpu")
     phrases = rdd_acr.Phrases(model.cfg, clip, tokenizer, readings)
-    rows = phrases.rows_of(test.texts)
     prompts = {"nouns": model.noun_prompt, "verbs": model.verb_prompt}
     own = torch.eye(32, dtype=torch.bool)
     for kind in ("nouns", "verbs"):
-        read = phrases.read(rows[kind], prompts[kind])
+        read = phrases.read(kind, test.texts, prompts[kind])
         f_l = F.normalize(model.adapter(read.text), dim=-1)
+        rows = torch.tensor([phrases.rows[kind][text] for text in test.texts])
         for name in vectors:
             f_o = F.normalize(vectors[name].mean(1), dim=-1)  # Eq. 10
             found = []
             chances = []
-            for phrase, vector, row in blocks(32, f_l, f_o, rows[kind]):
+            for phrase, vector, row in blocks(32, f_l, f_o, rows):
                 rival = row[:, None] != row  # as in training, pairs with an equal phrase are none
                 cosines = phrase @ vector.T
                 found.append(cosines.masked_fill(~rival & ~own, -2))
@@ -312,8 +314,8 @@ def gates(model: cheers.CHEERS, test: Test, entities: Tensor, ids: Tensor) -> tu
 def maps_of(model: cheers.CHEERS, test: Test, entities: Tensor) -> dict[str, Tensor]:
     """The four maps P^ of the first layer, as in HRD's table, each (2B, N, D)."""
     _, _, (layer, *_) = model.encode(test.before, test.after, entities)
-    common, entity_common = layer.maps["common"]
-    different, entity_different = layer.maps["different"]
+    common, entity_common = layer.common_maps
+    different, entity_different = layer.different_maps
     return {
         "CRE(F_j, F_i)": common,
         "DRE(E, F_i)": entity_common,
@@ -358,7 +360,7 @@ def tell_fda(tell, test: Test, model: idc_pretrain.IDC) -> None:
     """L_FDA, with rewrites that are made of the test captions as in training."""
     dataset = copy.copy(test.dataset)
     dataset.scenes = {"train": test.dataset.scenes["test"]}
-    rewrites = idc_pretrain.rewrite(dataset)
+    negatives = rewrites.rewrite(dataset)
     before = test.before
     kinds = {
         "changed": (test.pairs, test.after, test.caption),
@@ -367,7 +369,7 @@ def tell_fda(tell, test: Test, model: idc_pretrain.IDC) -> None:
     for kind, (pairs, after, caption) in kinds.items():
         ids = []
         for pair in pairs:
-            ids.append([dataset.vocab.encode(text, dataset.max_len) for text in rewrites[pair.id]])
+            ids.append([dataset.vocab.encode(text, dataset.max_len) for text in negatives[pair.id]])
         if model.cfg.blind:
             before = torch.zeros_like(before)
             after = torch.zeros_like(after)

@@ -8,11 +8,14 @@
 A row is a command. It is run with one, three or nine seeds, each run on one thread; two runs go on
 at a time. A finished run adds its record to tools/results.json: row, seed, commit, machine, minutes
 and scores. The commit is the last one that changed the code. To edit the code while runs are under
-way, start them in a clone. A run is missing if no record of this commit has it, and the first
-record of a row at a new commit replaces the row's older ones. Commits that compute the same count
-as one: `python tools/fingerprint.py --against COMMIT` finds out, and notes them in results.json. A
-table that would mix commits that compute different things is refused. Runs are kept in
-runs/results, and an interrupted one is continued.
+way, start them in a clone. Runs are kept in runs/results, and an interrupted one is continued.
+
+A table shows what one version of a script computes, and is refused if its records are of several.
+Most commits change how a script looks, not what it computes, so its records stay valid. Under
+"same", results.json lists the commits of each script that compute the same, as found and noted by
+`python tools/fingerprint.py --against COMMIT`. A run is missing if it has no record of such a
+commit. The first record of a row at a commit that computes something else replaces the row's older
+ones.
 """
 
 import argparse
@@ -37,6 +40,22 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rows import (
+    FEWER,
+    LONGER,
+    OF_PAPERS,
+    OWN_CODE,
+    README_ROWS,
+    ROWS,
+    SCRIPTS,
+    SEEDS,
+    TWICE,
+    commands_of,
+    folder_name,
+    script_of,
+    seeds_of,
+)
+
 import cheers
 import data
 import dirl_ccr
@@ -44,8 +63,8 @@ import idc_pretrain
 import rdd_acr
 import scorer_cbr
 from common import InputError
-from support import mini
 from support.files import load_tensors, run_main, save_tensors, write_text
+from support.mini.sentences import judge, truth_of
 from support.pictures import sample_sheet
 
 HERE = Path(__file__).resolve().parent
@@ -53,63 +72,12 @@ ROOT = HERE.parent
 RECORDS = HERE / "results.json"
 RESULTS = ROOT / "docs" / "results.md"
 SCORES_PAGE = ROOT / "docs" / "scores.md"
-RELEASED_PAGE = ROOT / "docs" / "released.md"
+DEVIATIONS_PAGE = ROOT / "docs" / "deviations.md"
 GUIDE = ROOT / "docs" / "own_pictures.md"
 README = ROOT / "README.md"
 ASSETS = ROOT / "assets"
 RUNS = Path("runs/results")
 WRITING = Lock()  # held by the thread that writes results.json
-
-# ---- rows ----------------------------------------------------------------------------------------
-
-# Row -> script and flags; mini's presets hold the rest. The released variants learn mini more
-# slowly and get twice the steps; without pre-training, IDC gets as many steps as with it.
-ROWS = {
-    "SCORER+CBR": "scorer_cbr.py",
-    "DIRL+CCR": "dirl_ccr.py",
-    "RDD+ACR": "rdd_acr.py",
-    "CHEERS": "cheers.py",
-    "IDC": "idc_pretrain.py",
-    "Subtraction": "scorer_cbr.py --difference subtract --w_match 0 --w_cbr 0",
-    "RR": "scorer_cbr.py --w_match 0 --w_cbr 0",
-    "SCORER": "scorer_cbr.py --w_cbr 0",
-    "Transformer": "dirl_ccr.py --w_dirl 0 --w_ccr 0",
-    "direct-sub": "rdd_acr.py --no-gde --order none --w_n2o 0 --w_v2a 0",
-    "GDE": "rdd_acr.py --order none --w_n2o 0 --w_v2a 0",
-    "RDD+ACR, no losses": "rdd_acr.py --w_n2o 0 --w_v2a 0",
-    "CHEERS, baseline": "cheers.py --layers 0 --k 0 --gate none --w_consistency 0 --w_match 0",
-    "HRD": "cheers.py --gate none",
-    "IDC, no pre-training": "idc_pretrain.py --pretrain_steps 0 --steps 4200",
-    "SCORER+CBR, released": "scorer_cbr.py --variant released --steps 3600",
-    "DIRL+CCR, released": "dirl_ccr.py --variant released --steps 4600",
-    "RDD+ACR, no residuals": "rdd_acr.py --no-residual",
-    "IDC, masked targets": "idc_pretrain.py --finetune_targets masked",
-    "words alone": "scorer_cbr.py --blind",
-}
-# Four claims that could not be decided at the presets' steps, with models that are trained better.
-LONGER = {"SCORER+CBR": 3600, "SCORER": 3600, "DIRL+CCR": 4600, "Transformer": 4600}
-LONGER |= {"RDD+ACR": 3800, "RDD+ACR, no losses": 3800, "CHEERS": 3400, "HRD": 3400}
-TWICE = []
-for row, steps in LONGER.items():
-    TWICE.append(f"{row}, twice the steps")
-    ROWS[TWICE[-1]] = f"{ROWS[row]} --steps {steps}"
-SCRIPTS = list(ROWS.values())[:5]
-README_ROWS = list(ROWS)[:6]
-# How many pairs one needs: trained on a smaller mini, and scored on the usual one's test split.
-FEWER = {f"SCORER+CBR, {scenes:,} scenes": scenes for scenes in (200, 500, 1000, 2000)}
-for row, scenes in FEWER.items():
-    ROWS[row] = f"scorer_cbr.py --data_dir data/mini-{scenes}"
-SEEDS = (1111, 1, 2)
-ONE_SEED = {  # rows that no claim needs are run with the first seed only
-    "SCORER+CBR, released",
-    "DIRL+CCR, released",
-    "RDD+ACR, no residuals",
-    "IDC, masked targets",
-    "words alone",
-    *FEWER,
-}
-# A claim that three seeds nearly decided.
-NINE_SEEDS = {"DIRL+CCR, twice the steps", "Transformer, twice the steps"}
 
 # The scores that a record keeps, and where they are found in scores_test.json.
 SCORES = {
@@ -125,8 +93,7 @@ SCORES = {
     "METEOR": ("scores", "total", "METEOR"),
     "pointing": ("scores", "total", "pointing"),
 }
-README_COLUMNS = ["semantic CIDEr", "change type", "all four", "new value", "place", "distractors"]
-COLUMNS = [*README_COLUMNS, "hardest views", "total CIDEr", "pointing", "minutes"]
+COLUMNS = ["semantic CIDEr", "change type", "all four", "new value", "place", "distractors"]
 
 
 # ---- records -------------------------------------------------------------------------------------
@@ -149,7 +116,7 @@ def commit_of_the_code(at: str = "HEAD") -> str:
 
     def git(*arguments: str) -> str:
         call = ["git", "-C", str(ROOT), *arguments, "--"]
-        call += [":(glob)*.py", ":(glob)support/*.py", "assets/mini_*.pt"]
+        call += [":(glob)*.py", ":(glob)support/**/*.py", "assets/mini_*.pt"]
         return subprocess.run(call, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
     if git("status", "--porcelain"):
@@ -169,42 +136,29 @@ def read_scores(folder: Path) -> dict[str, float | None]:
     return scores
 
 
-def read_results() -> dict[str, list]:
-    """{"equal": pairs of commits that compute the same (if scripts stand after a pair, in these),
-    "records": a record of each run}."""
+def read_results() -> dict:
+    """{"same": script -> commits that compute the same, "records": a record of each run}."""
     return json.loads(RECORDS.read_text(encoding="utf-8"))
 
 
-def write_results(results: dict[str, list]) -> None:
-    """Writes each pair and record on a line of its own, because git compares lines."""
-    parts = []
-    for name, rows in results.items():
-        lines = ",\n".join(json.dumps(row) for row in rows)
-        parts.append(f'"{name}": [\n{lines}\n]')
-    write_text(RECORDS, "{\n" + ",\n".join(parts) + "\n}\n")
+def write_results(results: dict) -> None:
+    """Writes each script and record on a line of its own, because git compares lines."""
+    same = ",\n".join(f'"{script}": {json.dumps(c)}' for script, c in results["same"].items())
+    records = ",\n".join(json.dumps(record) for record in results["records"])
+    write_text(RECORDS, f'{{\n"same": {{\n{same}\n}},\n"records": [\n{records}\n]\n}}\n')
 
 
-def same_code(commit: str, row: str, equal: list[list[str]]) -> set[str]:
-    """This commit and all that compute the same in a row's script, directly or through others."""
-    same = {commit}
-    for _ in equal:  # a chain has no more links than there are pairs
-        for old, new, *scripts in equal:
-            counts = not scripts or script_of(row) in scripts
-            if counts and same & {old, new}:
-                same |= {old, new}
-    return same
-
-
-def script_of(row: str) -> str:
-    script, *_ = ROWS[row].split()
-    return script
+def same_code(commit: str, row: str, same: dict[str, list[str]]) -> list[str]:
+    """This commit and all that compute the same in a row's script."""
+    commits = same.get(script_of(row), [])
+    return commits if commit in commits else [commit]
 
 
 def add_record(record: dict) -> None:
     """Adds a record to results.json, where it replaces those of the same row from other code."""
     with WRITING:
         results = read_results()
-        same = same_code(record["commit"], record["row"], results["equal"])
+        same = same_code(record["commit"], record["row"], results["same"])
         kept = []
         for other in results["records"]:
             if other["row"] != record["row"] or other["commit"] in same:
@@ -215,20 +169,12 @@ def add_record(record: dict) -> None:
 # ---- running -------------------------------------------------------------------------------------
 
 
-def seeds_of(row: str) -> tuple[int, ...]:
-    if row in ONE_SEED:
-        return SEEDS[:1]
-    if row in NINE_SEEDS:
-        return *SEEDS, *range(3, 9)
-    return SEEDS
-
-
 def missing_runs(rows: list[str], commit: str) -> list[tuple[str, int, str]]:
     """(row, seed, commit) of the runs of which results.json has no record."""
     results = read_results()
     missing = []
     for row in rows:
-        same = same_code(commit, row, results["equal"])
+        same = same_code(commit, row, results["same"])
         records = [record for record in results["records"] if record["row"] == row]
         done = {record["seed"] for record in records if record["commit"] in same}
         missing += [(row, seed, commit) for seed in seeds_of(row) if seed not in done]
@@ -247,11 +193,6 @@ def commands(row: str, seed: int, folder: Path, data_dir: str) -> list[list[str]
         return [train]
     evaluate = [*start, "--eval", str(folder / "best.pt"), "--out_dir", str(folder / "scored")]
     return [train, evaluate]
-
-
-def folder_name(row: str) -> str:
-    """A row's name in those of its runs' folders."""
-    return re.sub(r"[^a-z0-9]+", "-", row.lower())
 
 
 def finished(runs: Path, row: str) -> list[Path]:
@@ -322,16 +263,15 @@ def table_line(cells: list[str]) -> str:
 
 
 def results_table(records: list[dict], rows: list[str], columns: list[str]) -> str:
-    """A table with a line for each row; below it, what is noise, the commit and the machines."""
+    """A table with a line for each row; below it, what is noise, and the machines."""
     shown = [record for record in records if record["row"] in rows]
     lines = [table_line(["row", "seeds", *columns]), "|---" * (len(columns) + 2) + "|"]
     for row in rows:
         seeds = sum(record["row"] == row for record in shown)
         cells = [cell(values(shown, row, column)) for column in columns]
         lines.append(table_line([row, str(seeds), *cells]))
-    commits = ", ".join(sorted({record["commit"] for record in shown}))
     machines = "; ".join(sorted({record["machine"] for record in shown}))
-    about = f"{chance(records, TWICE[0] in rows)} Commit: {commits}. Computed on: {machines}."
+    about = f"{chance(records, TWICE[0] in rows)} Computed on: {machines}."
     lines += ["", textwrap.fill(about, 120)]
     return "\n".join(lines) + "\n"
 
@@ -359,23 +299,32 @@ def scenes_table(records: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def pooled_variance(records: list[dict], rows: list[str]) -> float:
+    """The variance of semantic CIDEr between the seeds of a row, pooled over these rows: squares
+    over degrees of freedom."""
+    squares = 0.0
+    freedom = 0
+    for row in rows:
+        numbers = ciders(records, row)
+        if len(numbers) > 1:
+            squares += statistics.variance(numbers) * (len(numbers) - 1)
+            freedom += len(numbers) - 1
+    return squares / max(1, freedom)
+
+
 def noise(records: list[dict], rows: list[str]) -> float:
-    """Three standard errors of the difference between two means of three seeds, in semantic CIDEr,
-    with the mean variance of those of these rows that have several seeds."""
-    scores = [ciders(records, row) for row in rows]
-    variances = [statistics.variance(numbers) for numbers in scores if len(numbers) > 1]
-    variance = statistics.fmean(variances or [0.0])
-    return 3 * math.sqrt(variance / 3 + variance / 3)
+    """Three standard errors of the difference between two means of three seeds of these rows."""
+    return 3 * math.sqrt(pooled_variance(records, rows) * 2 / 3)
 
 
-def verdict(better: list[float], worse: list[float]) -> tuple[str, str]:
+def verdict(better: list[float], worse: list[float], variance: float) -> tuple[str, str]:
     """-> the difference of two means with its standard error, and the verdict on the claim that the
-    first is higher: decided if the difference is larger than three standard errors."""
+    first is higher: decided if the difference is larger than three standard errors. variance:
+    between seeds, pooled over all rows, because three seeds alone do not tell it."""
     if min(len(better), len(worse)) < 2:
         return "", "not run"
     gap = statistics.fmean(better) - statistics.fmean(worse)
-    variance = statistics.variance(better) / len(better) + statistics.variance(worse) / len(worse)
-    error = math.sqrt(variance)
+    error = math.sqrt(variance / len(better) + variance / len(worse))
     answer = "mini cannot tell"
     if abs(gap) > 3 * error:
         answer = "confirmed" if gap > 0 else "contradicted"
@@ -390,11 +339,12 @@ def claim_cells(cells: list[str], records: list[dict]) -> tuple[str, ...]:
     and at twice these steps."""
     better, worse = cells[1].split(" > ")
     assert {better, worse} <= set(ROWS), cells
-    at_presets = verdict(ciders(records, better), ciders(records, worse))
+    variance = pooled_variance(records, [row for row in ROWS if row not in TWICE])
+    at_presets = verdict(ciders(records, better), ciders(records, worse), variance)
     if not {better, worse} <= set(LONGER):
         return *at_presets, "", ""
     longer = [ciders(records, f"{row}, twice the steps") for row in (better, worse)]
-    return *at_presets, *verdict(*longer)
+    return *at_presets, *verdict(*longer, pooled_variance(records, TWICE))
 
 
 PUBLISHED = [method.PUBLISHED for method in (scorer_cbr, dirl_ccr, rdd_acr, cheers, idc_pretrain)]
@@ -415,19 +365,17 @@ def deviation_cells(cells: list[str], records: list[dict]) -> tuple[str, ...]:
     return cell(ciders(records, cells[0])), cell(ciders(records, cells[1]))
 
 
-def command_of(script: str, flags: str) -> str:
-    """A command, from its flags in backticks; all else in their cell is words."""
-    return " ".join([script, *re.findall("`([^`]*)`", flags)])
-
-
 def flag_cells(script: str, cells: list[str], records: list[dict]) -> tuple[str]:
-    """Cells: row of the paper, its flags -> CIDEr of the row of ROWS with this command; nothing if
-    there is no such row."""
-    command = command_of(script, cells[1])
-    for row, command_of_row in ROWS.items():
-        if command_of_row == command:
-            return (cell(ciders(records, row)),)
-    return ("",)
+    """Cells: row of the paper, flags of a command or of several -> CIDEr of the rows of ROWS with
+    these commands; of several, each behind its flags."""
+    commands = commands_of(script, cells[1])
+    texts = []
+    for row, command in ROWS.items():
+        numbers = ciders(records, row)
+        if command in commands and numbers:
+            name = f"{command.partition(' ')[2]}: " if len(commands) > 1 else ""
+            texts.append(name + cell(numbers))
+    return (", ".join(texts),)
 
 
 def replaced(text: str, name: str, change: Callable[[str], str], tool: str) -> str:
@@ -464,19 +412,21 @@ def write_tables() -> None:
     for record in records:
         row = record["row"]
         commit = first.setdefault(script_of(row), record["commit"])
-        if record["commit"] not in same_code(commit, row, results["equal"]):
+        if record["commit"] not in same_code(commit, row, results["same"]):
             raise InputError(
                 f"records of {script_of(row)} are of {commit} and {record['commit']}; run what is "
                 "missing or, if these compute the same, note it by tools/fingerprint.py --against"
             )
-    fill(RESULTS, "results", lambda _: results_table(records, list(ROWS), COLUMNS))
+    own = [record for record in results["records"] if record["row"] in OWN_CODE]
+    shown = [*(row for row in ROWS if row not in OF_PAPERS), *OWN_CODE]
+    fill(RESULTS, "results", lambda _: results_table(records + own, shown, COLUMNS))
     fill(RESULTS, "claims", lambda table: filled(table, claim_cells, records))
-    fill(RELEASED_PAGE, "deviations", lambda table: filled(table, deviation_cells, records))
+    fill(DEVIATIONS_PAGE, "deviations", lambda table: filled(table, deviation_cells, records + own))
     for script in SCRIPTS:
         cells_of = partial(flag_cells, script)
         fill(RESULTS, f"flags of {script}", partial(filled, last_cells=cells_of, records=records))
     fill(SCORES_PAGE, "published", lambda table: filled(table, published_cells, records))
-    fill(README, "results", lambda _: results_table(records, README_ROWS, README_COLUMNS))
+    fill(README, "results", lambda _: results_table(records, README_ROWS, COLUMNS))
     fill(GUIDE, "scenes", lambda _: scenes_table(records))
 
 
@@ -503,7 +453,7 @@ def write_assets(run: Path, data_dir: str) -> None:
         maps[pair.id] = pair_maps
     sample_sheet(dataset, "test", captions, maps, {}, ASSETS / "samples.png")
     for pair in pairs.values():
-        verdicts = mini.judge(pair.id, captions[pair.id], mini.truth_of(pair.id, dataset.root))
+        verdicts = judge(pair.id, captions[pair.id], truth_of(pair.id, dataset.root))
         if all(verdicts.values()):
             shutil.copyfile(dataset.paths[pair.before], ASSETS / "before.png")
             shutil.copyfile(dataset.paths[pair.after], ASSETS / "after.png")

@@ -17,9 +17,10 @@ from results import ASSETS, finished
 import cheers
 import dirl_ccr
 import idc_pretrain
-from support import mini
 from support.captioner import Captioner
 from support.files import load_tensors, run_main
+from support.mini.scenes import KINDS
+from support.mini.sentences import accuracy
 from support.pictures import COLOURS, GAP, LINE, attention_panels, draw_panel, draw_text, new_figure
 
 COLOR, MATERIAL, ADD, DROP, MOVE = range(5)  # the first changed pairs; the others take turns
@@ -83,7 +84,7 @@ def draw_pairs(figure, test: Test, runs: dict[str, Captioner]) -> None:
         for column, (caption, maps) in enumerate(results):
             panels = attention_panels(pictures[column], maps)
             if name:
-                shares = mini.accuracy({pairs[column].id: caption}, dataset.root).values()
+                shares = accuracy({pairs[column].id: caption}, dataset.root).values()
                 caption += " (false)" if 0 in shares else " (true)"
                 (_, *before), (_, *after) = panels[2:4]  # of RDD+ACR, the decoder's
                 panels = [(name, *before), ("", *after)]
@@ -110,7 +111,7 @@ def draw_scorer(figure, test: Test, run: Captioner, without: Captioner) -> None:
         same_place = {"black": box_of(cell)}
         levels = N * chosen.view(GRID, GRID).numpy()
         panels = [
-            (f"{mini.KINDS[kind]}: before", before, None, same_place),
+            (f"{KINDS[kind]}: before", before, None, same_place),
             ("after", after, levels, same_place | {"white": box_of(int(chosen.argmax()))}),
         ]
         draw_row(figure, n * PAIR, -ROW - 0.2, panels)
