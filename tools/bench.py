@@ -5,6 +5,7 @@
     python tools/bench.py step --row released   SCORER's step with the released code's settings
     python tools/bench.py decode [--method dirl_ccr] [--batch 64]   greedy captions
     python tools/bench.py match [--batch 128]                       token-wise matching, both passes
+    python tools/bench.py match --row slices                        the same without our kernels
     python tools/bench.py load [--scenes 5000] [--batch 128]        batches from a feature file
     python tools/bench.py all --out FOLDER [--dry]                  everything on one GPU machine
 
@@ -12,12 +13,11 @@ The plain formulation of a step computes every matching score at once (match_by_
 matching.py), in float32 and without torch.compile. The two formulations take turns. Each turn is
 a separate process, so that its peak memory can be measured. With --row, there is one turn of one
 formulation; "released" and "plain-released" have the settings of RELEASED. RDD+ACR's phrases (for
-ViT-L-14's text encoder, with random weights) and CHEERS's entities are random. To compare commits,
-run each one's script on an idle machine.
+ViT-L-14's text encoder, with random weights) and CHEERS's entities are random.
 
 `load` makes a file of CLEVR-Change's rows, 1.2 MB a scene, in the folder for temporary files, which
 must be on a disk (TMPDIR names another). Cold: the file is not in the system's cache. Warm: the
-same batches again. The plain way reads both images of every pair from the map.
+same batches again.
 
 `all` runs tests/test_cuda.py (in parallel, by pytest-xdist), then every method's step and decoding,
 each with a profile. It takes at most seven minutes. --dry: tiny, one after the other, on the CPU.
@@ -54,6 +54,7 @@ import common
 import data
 import dirl_ccr
 import idc_pretrain
+import matching
 import rdd_acr
 import scorer_cbr
 from common import END, NULL
@@ -71,14 +72,14 @@ METHODS = {
     "cheers": cheers.CHEERS,
     "idc_pretrain": idc_pretrain.IDC,
 }
-ROWS = ["plain", "ours", "plain-released", "released"]
+ROWS = ["plain", "ours", "plain-released", "released", "slices"]
 WORDS = 76  # CLEVR-Change's
 CLIP = 768  # ViT-L-14's width
 PHRASE = 16  # ids of a noun phrase
 REPEATED = 10  # phrases that the distractors share
 
 
-# ---- plain matching ------------------------------------------------------------------------------
+# ---- what is timed -------------------------------------------------------------------------------
 
 
 def plain_match(q, k, heads=1):
@@ -87,9 +88,6 @@ def plain_match(q, k, heads=1):
     for q_of_head, k_of_head in zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True):
         total = total + match_by_definition(q_of_head, k_of_head, 1)
     return total / heads
-
-
-# ---- what is timed -------------------------------------------------------------------------------
 
 
 def config_of(args):
@@ -113,8 +111,9 @@ def match_work(args) -> Callable:
     """Token-wise matching, forward and backward."""
     _, height, width = args.grid
     shape = (args.batch, height * width, args.dim)
-    q = torch.randn(shape, device=args.device, requires_grad=True)
-    k = torch.randn(shape, device=args.device, requires_grad=True)
+    kind = torch.float32 if is_plain(args) or args.device == "cpu" else torch.bfloat16
+    q = torch.randn(shape, device=args.device, dtype=kind, requires_grad=True)
+    k = torch.randn(shape, device=args.device, dtype=kind, requires_grad=True)
     match = plain_match if is_plain(args) else token_match
     cfg = config_of(args)
     heads = 1 if getattr(cfg, "matching", "") == "tm" else cfg.heads  # SCORER's, as released: one
@@ -288,6 +287,8 @@ def measure(args) -> dict[str, float]:
         cheers.token_match = plain_match
     else:
         common.set_up_device(args.device)
+    if args.row == "slices":
+        matching.kernels_fit = lambda *_: False
     torch.manual_seed(0)
     run = WORKS[args.what](args)
     for _ in range(3 if cuda else 1):  # the first compiles
@@ -344,7 +345,7 @@ def print_profile(run: Callable, cuda: bool) -> None:
         run()
         if cuda:
             torch.cuda.synchronize()
-    matching = []  # rows of a table: milliseconds, calls, name
+    of_matching = []  # rows of a table: milliseconds, calls, name
     others = []
     host = []
     for event in recorded.key_averages():
@@ -353,10 +354,10 @@ def print_profile(run: Callable, cuda: bool) -> None:
             name = f"{event.device_time_total / 1000:9.3f} {event.key}"
             host.append((event.self_cpu_time_total / 1000, event.count, name))
         elif event.key.startswith(("match_kernel", "gradient_kernel")):
-            matching.append((gpu, event.count, event.key))
+            of_matching.append((gpu, event.count, event.key))
         elif not event.is_user_annotation:  # an annotation covers kernels that are counted
             others.append((gpu, event.count, event.key))
-    print_table("kernels of matching", matching)
+    print_table("kernels of matching", of_matching)
     print_table("other kernels (with a few small ones of matching)", others)
     print_table("the host, and before each name the GPU's ms for it and what it calls", host)
     if cuda:
@@ -387,6 +388,8 @@ def print_waits(run: Callable) -> None:
 CASES = {  # name -> flags
     "step_released": "step --row released",
     "step_mvcl": "step --method idc_pretrain --task mvcl --row ours",
+    "match_kernels": "match --row ours",
+    "match_slices": "match --row slices",
 }
 for name in METHODS:
     CASES[f"step_{name}"] = f"step --method {name} --row ours"
