@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import colours
+from helpers import colours
 from PIL import Image
 
 from common import END, START, InputError

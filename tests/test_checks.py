@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import NoFeatures
+from helpers import NoFeatures
 
 import data
 from support import checks, report

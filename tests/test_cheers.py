@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import (
+from helpers import (
     CAPTION,
     WORDS,
     B,

@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import train_lines
-from test_methods import METHODS, method  # noqa: F401 (a fixture)
+from helpers import METHODS, train_lines
 
 import common
 
@@ -44,7 +43,7 @@ def python(folder, *call):
     return done.stdout
 
 
-def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path, monkeypatch):  # noqa: F811
+def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path, monkeypatch):
     """README's loop, with README's changes for the other methods. The method's file is imported
     anew from a folder without the other files, except those that its docstring says to copy."""
     name = method.__name__
@@ -107,6 +106,13 @@ def test_support_stands_on_common_alone():
         if name.startswith("support."):
             assert {other for other in imported if "support." not in other} <= may_import, name
     graphlib.TopologicalSorter(graph).prepare()  # CycleError if there is a circle
+
+
+def test_test_files_import_no_other_test_file():
+    """What several of them use stands in conftest.py or helpers.py, so that each runs alone."""
+    for file in ROOT.glob("tests/*.py"):
+        code = file.read_text(encoding="utf-8")
+        assert not re.search(r"^\s*(from|import) test_", code, re.M), file.name
 
 
 @pytest.mark.parametrize("package", [False, True])

@@ -1,20 +1,22 @@
 """The fast paths on a CUDA GPU against the plain ones. Tests of the CUDA path that need no GPU are
-in test_fake_cuda.py. It also has this file's comparisons of runs find what is wrong on purpose."""
+in test_fake_cuda.py. It also has helpers.py's comparisons of runs find what is wrong on purpose."""
 
 import pytest
 import torch
-from conftest import (
-    interrupted,
+from helpers import (
+    dense_gradients,
+    differing_terms,
+    flags_of,
+    resume_and_compare,
+    run,
     train_lines,
+    without_training,
     write_birds,
     write_cub,
     write_features,
     write_nabirds,
 )
 from PIL import Image
-from test_extractors import without_training
-from test_matching import dense_gradients
-from test_methods import METHODS, flags_of
 from torch import Tensor
 
 import cheers
@@ -27,11 +29,6 @@ from matching import token_match
 from support.extractors import Extractor
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
-
-
-@pytest.fixture(params=METHODS, ids=lambda method: method.__name__)
-def method(request):
-    return request.param
 
 
 @pytest.fixture
@@ -94,21 +91,6 @@ def test_the_kernels_run_on_the_gpu_of_their_tensors():
 
 
 # ---- runs ----------------------------------------------------------------------------------------
-
-
-def run(method, *argv):
-    method.main(["--split", "none", *map(str, argv)])
-
-
-def differing_terms(expected, found, rel):
-    """The names of the losses in which the logs of two runs differ, in any step."""
-    differing = set()
-    for row, other in zip(train_lines(expected), train_lines(found), strict=True):
-        assert row.keys() == other.keys()
-        for name in row.keys() - {"event", "stage", "seconds"}:
-            if other[name] != pytest.approx(row[name], rel, abs=rel / 2):
-                differing.add(name)
-    return differing
 
 
 # What a GPU draws, the CPU never does, so IDC's masks are drawn on the CPU and moved. torch.compile
@@ -220,38 +202,6 @@ def test_birds_on_the_gpu(method, tiny, tmp_path, masks_of_the_cpu):
     names = set().union(*train_lines(tmp_path / "gpu"))
     assert {"mlm", "mvcl", "class", "contrast", "same_class"} <= names
     assert not differing_terms(tmp_path / "cpu", tmp_path / "gpu", rel=0.02)
-
-
-def resume_and_compare(method, flags, folder, monkeypatch):
-    """A run that is interrupted at its sixth step and resumed from its fourth against one that is
-    not. AssertionError if they end in different states."""
-    whole = folder / "whole"
-    parts = folder / "parts"
-    run(method, *flags, "--out_dir", whole)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(method, "compute_losses", interrupted(method.compute_losses, 6))
-        run(method, *flags, "--out_dir", parts)
-    saved = load_last(parts)
-    assert saved["step"] == 4
-    run(method, *flags, "--out_dir", parts, "--resume")
-    expected = load_last(whole)
-    resumed = load_last(parts)
-    assert not differing_terms(whole, parts, rel=0.02)
-    for device, state in expected["random"].items():
-        assert torch.equal(resumed["random"][device], state), device
-    # Some sums of a GPU differ in their last bits each time. Without Adam's moments, or with other
-    # dropout, the distance would be 0.3 to 1 times what the last four steps moved.
-    moved = distance(saved["model"], expected["model"])
-    assert distance(resumed["model"], expected["model"]) < 0.2 * moved
-
-
-def load_last(folder):
-    return torch.load(folder / "last.pt", map_location="cpu", weights_only=True)
-
-
-def distance(weights, others):
-    squares = [(weights[name] - others[name]).square().sum().item() for name in weights]
-    return sum(squares) ** 0.5
 
 
 def test_resume_on_the_gpu_equals_no_interruption(method, prepared, tiny, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import GRID, NoFeatures
+from helpers import GRID, NoFeatures
 
 import data
 from common import END, START, UNK, InputError, RunConfig

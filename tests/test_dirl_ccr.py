@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CAPTION, WORDS, B, C, H, L, N, W, mean, pictures
+from helpers import CAPTION, WORDS, B, C, H, L, N, W, mean, pictures
 from released import SIZES, close, close_gradients, dirl_names, fill, inputs, recorded, total
 from torch._functorch import config as functorch_config
 

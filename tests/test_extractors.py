@@ -1,15 +1,13 @@
 """Pictures, and the networks that read them."""
 
-import copy
-import functools
 import zlib
 
 import numpy as np
 import pytest
 import timm
 import torch
+from helpers import timm_weights, untrained_resnet, without_training
 from PIL import Image
-from torchvision.models.resnet import Bottleneck, ResNet
 from torchvision.transforms import Compose, Normalize, Resize, ToTensor
 
 from common import InputError
@@ -61,23 +59,6 @@ def test_bicubic_preprocessing_against_loop(row, col):
     np.testing.assert_allclose(x[:, row, col], expected, atol=1e-5)
 
 
-@functools.cache
-def untrained_resnet():
-    """ResNet-101's four stages with random weights, and with one block each."""
-    torch.manual_seed(0)
-    # Residuals that are not zero exceed float16's range.
-    return ResNet(Bottleneck, [1, 1, 1, 1], zero_init_residual=True).eval()
-
-
-def without_training(monkeypatch):
-    """Extractors have random weights, instead of those that would be downloaded."""
-
-    def make(weights):
-        return copy.deepcopy(untrained_resnet())
-
-    monkeypatch.setattr("torchvision.models.resnet101", make)
-
-
 @pytest.mark.parametrize(
     "name, side, grid",
     [
@@ -116,14 +97,6 @@ def test_features_stay_in_the_order_of_the_pictures():
     assert [len(block) for block in blocks] == [3, 3, 1]
     each = torch.cat([next(extractor.blocks([picture], 1)) for picture in pictures])
     torch.testing.assert_close(torch.cat(blocks), each, atol=1e-3, rtol=1e-2)
-
-
-def timm_weights(path, seed=0):
-    """timm's test_resnet with random weights, written to a file. -> the model"""
-    torch.manual_seed(seed)
-    net = timm.create_model("test_resnet").eval()
-    torch.save(net.state_dict(), path)
-    return net
 
 
 def test_a_timm_backbone(tmp_path):

@@ -11,8 +11,16 @@ from unittest import mock
 
 import pytest
 import torch
-from test_cuda import differing_terms, resume_and_compare, run
-from test_methods import METHODS, VARIANTS, batch_of, flags_of, one_layer
+from helpers import (
+    METHODS,
+    VARIANTS,
+    batch_of,
+    differing_terms,
+    flags_of,
+    one_layer,
+    resume_and_compare,
+    run,
+)
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -144,7 +152,7 @@ def test_where_the_kernels_are_used(capability, work, fit, monkeypatch):
         assert matching.kernels_fit(q, q, 1) == fit
 
 
-# ---- test_cuda.py's comparisons of runs, on the CPU ----------------------------------------------
+# ---- the comparisons of runs, on the CPU ---------------------------------------------------------
 
 
 def scaled(function):

@@ -9,9 +9,8 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import GRID, MeanColor, write_own_pairs
+from helpers import GRID, MeanColor, timm_weights, write_own_pairs
 from PIL import Image
-from test_extractors import timm_weights
 
 import data
 import scorer_cbr

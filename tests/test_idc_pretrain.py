@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import (
+from helpers import (
     CAPTION,
     WORDS,
     B,

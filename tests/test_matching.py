@@ -13,17 +13,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pytest
 import torch
+from helpers import dense_gradients
 
 import matching
-from matching import match_by_definition, token_match
-
-
-def dense_gradients(q, k, weight, heads=1):
-    """match_by_definition in float64 and, of its weighted sum, the gradients of q and k."""
-    q = q.detach().double().requires_grad_()
-    k = k.detach().double().requires_grad_()
-    result = match_by_definition(q, k, heads)
-    return result.detach(), *torch.autograd.grad((result * weight).sum(), (q, k))
+from matching import token_match
 
 
 @pytest.mark.parametrize("heads", [1, 3])

@@ -1,203 +1,49 @@
 """What all method files have in common: decoding, learning, running, captioning.
 
-What the tests know of a method is its record in METHODS. A new method is one more."""
+What the tests know of a method is its record in METHODS of helpers.py. A new method is one more."""
 
 import json
 import math
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import CAPTION, WORDS, B, C, H, L, W, interrupted, mean, pictures, train_lines
+from helpers import (
+    CAPTION,
+    METHODS,
+    VARIANTS,
+    WORDS,
+    B,
+    C,
+    H,
+    L,
+    W,
+    batch_of,
+    flags_of,
+    interrupted,
+    mean,
+    one_layer,
+    pictures,
+    train_lines,
+)
 from PIL import Image
 
-import cheers
 import common
 import data
-import dirl_ccr
-import idc_pretrain
-import rdd_acr
-import scorer_cbr
 from support import report
-from support.entities import Entities
 from support.own_pairs import read_pairs
 from support.releases import DATASETS, Settings
 from support.run import Run, parse_args
 from support.text import SPECIAL, Vocab, tokenize
 
-# ---- the methods ---------------------------------------------------------------------------------
-
-
-def one_step(model, batches, *more):
-    """The steps of a method that has one kind. more: what else its compute_losses takes."""
-    module = sys.modules[type(model).__module__]
-    return {"step": partial(module.compute_losses, model, batches, model.cfg, *more)}
-
-
-@dataclass(kw_only=True)
-class Method:
-    """What the tests need to know of a method."""
-
-    model: type  # its class
-    sizes: dict  # fields of Config, besides dim and heads, of a small model and a short run
-    alone: dict  # fields with which it reads pairs alone: no CLIP, no spaCy
-    # Fields of models whose parameters must all learn. The first are of a model with all losses.
-    variants: list[dict]
-    # Loss -> the field that weighs it in the total, which is a mean over the batches of a step.
-    # None: the total is tested in the method's own file.
-    weights: dict[str, str] | None
-    # (model, batches) -> {kind of step: a function that computes its losses by compute_losses}
-    steps: Callable = one_step
-    # (model, names of pairs) -> what encode and generate take besides features
-    inputs: Callable = lambda model, images: ()
-    # Whether it has a `decoder` whose layers attend to what `encode` returns first. Otherwise the
-    # tests of decoding are in the method's own file.
-    decoder: bool = True
-    decoder_inputs: int = 1  # so many of encode's first results are for the decoder
-    mean_of_captions: bool = False  # the caption loss is a mean over each caption's words first
-
-
-def entities_of(model):
-    """Entities, with random embeddings of the pairs of `batch_of`."""
-    if not model.cfg.k:
-        return None
-    phrases = [f"entity {m}" for m in range(20)]
-    table = torch.rand(20, model.cfg.clip_dim, device=model.cfg.device)
-    rows = {(f"{i}", "b"): torch.arange(i, i + model.cfg.k) for i in range(8)}
-    return Entities(phrases, table, rows)
-
-
-def cheers_steps(model, batches):
-    torch.manual_seed(2)
-    return one_step(model, batches, entities_of(model))
-
-
-def cheers_inputs(model, images):
-    torch.manual_seed(2)
-    entities = entities_of(model)
-    return (entities(images),) if entities else ()
-
-
-def rdd_steps(model, batches):
-    """With random phrases, whose prompts have gradients. This stand-in for Phrases is in no graph:
-    RDD.forward takes what `read` returns, and is compiled as in training."""
-
-    def read(kind, texts, prompt):
-        text = torch.rand(len(texts), model.cfg.clip_dim, device=model.cfg.device)
-        if prompt is not None:
-            text = text + prompt.mean()
-        same = torch.eye(len(texts), dtype=torch.bool, device=text.device)
-        return rdd_acr.Attributes(text, text[:, 0] > 0, same)
-
-    return one_step(model, batches, SimpleNamespace(read=read))
-
-
-def idc_steps(model, batches):
-    """A step has one of the tasks. The zeros after single images are no second image."""
-
-    def rewrites(pair_ids):
-        return batches[0].caption[: len(pair_ids), None].repeat(1, idc_pretrain.REWRITES, 1)
-
-    compute_losses = partial(idc_pretrain.compute_losses, model)
-    steps = {}
-    for task in ("caption", *idc_pretrain.TASKS):
-        steps[task] = partial(compute_losses, batches, model.cfg, task, rewrites)
-    single = [replace(batch, single=True) for batch in batches]
-    steps["mlm of single images"] = partial(compute_losses, single, model.cfg, "mlm")
-    if model.cfg.nabirds:
-        batch = batches[0].to(model.cfg.device)
-        birds = [(batch.before, batch.after, batch.caption[:, 1:3])]  # any numbers are classes
-        steps["birds"] = partial(compute_losses, birds, model.cfg, "birds")
-    return steps
-
-
-METHODS = {
-    scorer_cbr: Method(
-        model=scorer_cbr.SCORER,
-        sizes={"word_dim": 6},
-        alone={},
-        variants=[
-            {"w_match": 0.1, "w_cbr": 0.1},
-            {"w_cbr": 0.1, "match_layer": "last", "fusion": "hadamard", "matching": "max"},
-            {"difference": "subtract", "w_match": 0.0, "w_cbr": 0.0},
-            scorer_cbr.RELEASED["all"],
-        ],
-        weights={"match": "w_match", "cbr": "w_cbr"},  # Eq. 13
-    ),
-    dirl_ccr: Method(
-        model=dirl_ccr.DIRL,
-        sizes={"word_dim": 6},
-        alone={},
-        variants=[
-            {"w_dirl": 0.1, "w_ccr": 0.1},
-            {"w_dirl": 0.1, "w_ccr": 0.1, "difference": "residual", "layers": 3},
-            dirl_ccr.RELEASED["all"],
-        ],
-        weights={"dirl": "w_dirl", "ccr": "w_ccr"},  # Eq. 16
-    ),
-    rdd_acr: Method(
-        model=rdd_acr.RDD,
-        sizes={"word_dim": 6, "object_vectors": 3},
-        alone={"w_n2o": 0.0, "w_v2a": 0.0},
-        variants=[
-            {},
-            {"share_blocks": False, "order": "v+n"},
-            {"residual": False, "order": "v&n", "prompt": "fixed"},
-        ],
-        weights=None,  # both batches of a step are merged
-        steps=rdd_steps,
-        mean_of_captions=True,
-    ),
-    cheers: Method(
-        model=cheers.CHEERS,
-        sizes={"word_dim": 6},
-        alone={"k": 0, "gate": "none", "w_consistency": 0.0},
-        variants=[
-            {},
-            {"gate": "scalar", "temperature": "one", "cre": False},
-            {"dre": False, "gate": "none"},
-            {"layers": 0, "w_consistency": 0.0, "w_match": 0.0},
-            {"k": 0, "gate": "none", "w_consistency": 0.0},
-        ],
-        weights={"common": "w_consistency", "different": "w_consistency", "match": "w_match"},
-        steps=cheers_steps,
-        inputs=cheers_inputs,
-        decoder_inputs=2,  # F_diff and E
-    ),
-    idc_pretrain: Method(
-        model=idc_pretrain.IDC,
-        sizes={"ffn": 12, "layers": 1, "pretrain_steps": 0},
-        alone={},
-        variants=[
-            {"nabirds": "a folder"},
-            {"nabirds": "a folder"} | idc_pretrain.RELEASED["all"],
-            {"difference_encoder": False},
-        ],
-        weights=None,  # changed pairs have losses that distractor pairs lack
-        steps=idc_steps,
-        decoder=False,
-    ),
-}
-
-VARIANTS = []
 WEIGHTS = []
 for module, record in METHODS.items():
-    VARIANTS += [(module, fields) for fields in record.variants]
     if record.weights:
         WEIGHTS += [(module, without) for without in ["", *sorted({*record.weights.values()})]]
 DECODERS = pytest.mark.parametrize("method", [m for m in METHODS if METHODS[m].decoder])
-
-
-@pytest.fixture(params=METHODS, ids=lambda method: method.__name__)
-def method(request):
-    return request.param
 
 
 def small(method, max_len=L, **fields):
@@ -206,12 +52,6 @@ def small(method, max_len=L, **fields):
     sizes = {"dim": 8, "heads": 2, "dropout": 0.0, "device": "cpu"} | METHODS[method].sizes
     cfg = method.Config(**sizes | fields)
     return METHODS[method].model(cfg, WORDS, (C, H, W), max_len)
-
-
-def batch_of(before, after, caption=CAPTION):
-    """A data.Batch of pairs with different names."""
-    names = [f"{i}" for i in range(len(before))]
-    return data.Batch(before, after, caption, names, names, [(name, "b") for name in names])
 
 
 def context_of(model, batch):
@@ -225,19 +65,6 @@ def both_kinds():
     """The batches of a step: changed pairs, distractor pairs."""
     before, after = pictures().float()
     return batch_of(before, after), batch_of(after, before)
-
-
-def one_layer(method):
-    """Fields of a model's Config that make it as shallow as can be."""
-    names = ("layers", "decoder_layers", "distil_steps")
-    return {name: 1 for name in names if hasattr(method.Config, name)}
-
-
-def flags_of(method, tiny):
-    """conftest's tiny for one method, with pairs alone."""
-    fields = METHODS[method].sizes | METHODS[method].alone
-    flags = [f"--{name}={value}" for name, value in fields.items()]
-    return [*tiny, "--extractor", "resnet101-layer3", *flags]
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import write_features, write_picture
+from helpers import write_features, write_picture
 
 import data
 import scorer_cbr

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import CAPTION, WORDS, C, H, L, W, pictures
+from helpers import CAPTION, WORDS, C, H, L, W, pictures
 
 import common
 import data

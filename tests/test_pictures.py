@@ -14,7 +14,7 @@ import matplotlib.figure
 import numpy as np
 import pytest
 import torch
-from conftest import colours
+from helpers import colours
 from PIL import Image
 
 import scorer_cbr

@@ -6,7 +6,7 @@ import math
 import open_clip
 import pytest
 import torch
-from conftest import (
+from helpers import (
     CAPTION,
     WORDS,
     B,

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import (
+from helpers import (
     GRID,
     bird_row,
     write,

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import NoFeatures
+from helpers import NoFeatures
 from PIL import Image
 from pycocotools.coco import COCO
 

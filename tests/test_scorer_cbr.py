@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CAPTION, WORDS, B, C, H, L, N, W, pictures
+from helpers import CAPTION, WORDS, B, C, H, L, N, W, pictures
 from released import close, close_gradients, fill, inputs, recorded, scorer_names, total
 
 from matching import match_by_definition

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import random_clip
+from helpers import random_clip
 
 from common import InputError
 from support.extractors import load_clip

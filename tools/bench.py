@@ -58,7 +58,6 @@ import matching
 import rdd_acr
 import scorer_cbr
 from common import END, NULL
-from matching import match_by_definition, token_match
 from support.features import Features, write_features
 from support.pairs import Pair, Release, Scene
 from support.run import preset
@@ -86,7 +85,7 @@ def plain_match(q, k, heads=1):
     """matching.token_match, but with every matching score of a head at once."""
     total = 0
     for q_of_head, k_of_head in zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True):
-        total = total + match_by_definition(q_of_head, k_of_head, 1)
+        total = total + matching.match_by_definition(q_of_head, k_of_head, 1)
     return total / heads
 
 
@@ -114,7 +113,7 @@ def match_work(args) -> Callable:
     kind = torch.float32 if is_plain(args) or args.device == "cpu" else torch.bfloat16
     q = torch.randn(shape, device=args.device, dtype=kind, requires_grad=True)
     k = torch.randn(shape, device=args.device, dtype=kind, requires_grad=True)
-    match = plain_match if is_plain(args) else token_match
+    match = plain_match if is_plain(args) else matching.token_match
     cfg = config_of(args)
     heads = 1 if getattr(cfg, "matching", "") == "tm" else cfg.heads  # SCORER's, as released: one
     return lambda: match(q, k, heads).sum().backward()
@@ -454,14 +453,12 @@ def parse_command():
     parser.add_argument("--task", choices=tasks, default="caption", help="idc_pretrain's step")
     parser.add_argument("--batch", type=int, default=128, help="scenes per step, or pairs")
     parser.add_argument("--dim", type=int, default=512, help="width D")
-    text = "shape of the features (default: the paper's)"
-    parser.add_argument("--grid", type=int, nargs=3, metavar=("C", "H", "W"), help=text)
+    parser.add_argument("--grid", type=int, nargs=3, help="C, H, W of the features")
     parser.add_argument("--length", type=int, default=24, help="ids of a caption")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--runs", type=int, default=3, help="turns of each formulation")
     parser.add_argument("--scenes", type=int, default=5000, help="scenes in the file of load")
-    text = "measure only this formulation, once, and print JSON"
-    parser.add_argument("--row", choices=ROWS, help=text)
+    parser.add_argument("--row", choices=ROWS, help="measure only this formulation; print JSON")
     parser.add_argument("--profile", action="store_true", help="with --row: also print a profile")
     parser.add_argument("--wait", action="store_true", help="with --row: wait for a line first")
     parser.add_argument("--out", default="runs/gpu", help="all's folder for logs and profiles")

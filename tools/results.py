@@ -3,7 +3,6 @@
     python tools/results.py                        run what is missing: nine hours on two cores
     python tools/results.py --only SCORER+CBR GDE  only these rows
     python tools/results.py --table                run nothing, only fill in the tables
-    python tools/results.py --assets RUN           run nothing, make weights and pairs in assets/
 
 A row is a command. It is run with one, three or nine seeds, each run on one thread; two runs go on
 at a time. A finished run adds its record to tools/results.json: row, seed, commit, machine, minutes
@@ -24,7 +23,6 @@ import math
 import os
 import platform
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -63,9 +61,7 @@ import idc_pretrain
 import rdd_acr
 import scorer_cbr
 from common import InputError
-from support.files import load_tensors, run_main, save_tensors, write_text
-from support.mini.sentences import judge, truth_of
-from support.pictures import sample_sheet
+from support.files import run_main, write_text
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -75,7 +71,6 @@ SCORES_PAGE = ROOT / "docs" / "scores.md"
 DEVIATIONS_PAGE = ROOT / "docs" / "deviations.md"
 GUIDE = ROOT / "docs" / "own_pictures.md"
 README = ROOT / "README.md"
-ASSETS = ROOT / "assets"
 RUNS = Path("runs/results")
 WRITING = Lock()  # held by the thread that writes results.json
 
@@ -430,48 +425,6 @@ def write_tables() -> None:
     fill(GUIDE, "scenes", lambda _: scenes_table(records))
 
 
-# ---- assets --------------------------------------------------------------------------------------
-
-
-def write_assets(run: Path, data_dir: str) -> None:
-    """From a run of scorer_cbr.py, writes its weights in float16, a sheet with the first test pair
-    of each kind of change, and the pictures of the first of these that it captions correctly. Then
-    copy the run's curves.png by hand, and draw attention.png by README's first command."""
-    weights = ASSETS / "scorer_cbr-mini.pt"
-    write_weights(run / "best.pt", weights)
-    dataset = data.load("mini", data_dir)
-    pairs = {}
-    for kind, ids in dataset.kinds.items():
-        if kind != "no change":
-            pairs[kind] = next(pair for pair in dataset.pairs("test") if pair.id in ids)
-    files = [(dataset.paths[pair.before], dataset.paths[pair.after]) for pair in pairs.values()]
-    captions = {}
-    maps = {}
-    results = scorer_cbr.load(weights, "cpu").pairs(files)
-    for pair, (caption, pair_maps) in zip(pairs.values(), results, strict=True):
-        captions[pair.id] = caption
-        maps[pair.id] = pair_maps
-    sample_sheet(dataset, "test", captions, maps, {}, ASSETS / "samples.png")
-    for pair in pairs.values():
-        verdicts = judge(pair.id, captions[pair.id], truth_of(pair.id, dataset.root))
-        if all(verdicts.values()):
-            shutil.copyfile(dataset.paths[pair.before], ASSETS / "before.png")
-            shutil.copyfile(dataset.paths[pair.after], ASSETS / "after.png")
-            print(f"assets/before.png and after.png: {captions[pair.id]!r}")
-            break
-
-
-def write_weights(best: Path, file: Path) -> None:
-    """Writes what a captioner needs from a checkpoint, with the model in float16."""
-    kept = dict(load_tensors(best))
-    kept["config"]["out_dir"] = ""
-    kept["config"]["data_dir"] = "data/mini"  # the run's is absolute
-    for name, weight in kept["model"].items():
-        if weight.is_floating_point():
-            kept["model"][name] = weight.half()
-    save_tensors(file, kept)
-
-
 # ---- main ----------------------------------------------------------------------------------------
 
 
@@ -482,14 +435,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=rows, default=rows, metavar="ROW", help=text)
     parser.add_argument("--data_dir", default="data/mini")
     parser.add_argument("--table", action="store_true", help="only fill in the tables")
-    text = "only make the weights and pairs in assets/ from a finished run of scorer_cbr.py"
-    parser.add_argument("--assets", type=Path, metavar="RUN", help=text)
     args = parser.parse_args()
     if args.table:
         write_tables()
-        return
-    if args.assets:
-        write_assets(args.assets, args.data_dir)
         return
     commit = commit_of_the_code()
     missing = missing_runs(args.only, commit)

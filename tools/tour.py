@@ -12,11 +12,12 @@ import torch
 from controls import validations
 from matplotlib.patches import Rectangle
 from measures import CELL, GRID, METHODS, Test, gates, maps_of, matching_of, middle, untrained, y_of
-from results import ASSETS, finished
+from results import finished
 
 import cheers
 import dirl_ccr
 import idc_pretrain
+from assets import ASSETS
 from support.captioner import Captioner
 from support.files import load_tensors, run_main
 from support.mini.scenes import KINDS
