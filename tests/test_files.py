@@ -68,11 +68,18 @@ def test_an_interrupted_program_removes_partial_files(number, tmp_path, monkeypa
 
 
 def test_a_closed_terminal_does_not_end_a_program_that_ignores_it():
+    done = []
+
+    def main():
+        signal.raise_signal(signal.SIGHUP)
+        done.append("all")
+
     handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
-        run_main(lambda: signal.raise_signal(signal.SIGHUP))
+        run_main(main)
     finally:
         signal.signal(signal.SIGHUP, handler)
+    assert done == ["all"]
 
 
 def test_a_link_is_followed(tmp_path):
