@@ -5,22 +5,22 @@ A pair shows a scene before and after a change or, if it is a distractor, only a
 light. The method has three ideas:
 1.  A moved camera changes how an object looks, but not its name. So CLIP looks for names that fit
     one image better than the other. These entities often name what changed.
-2.  Cross-attention rebuilds in each image what both share, and subtracting that leaves the
-    difference of each image. Both are enhanced, and losses make images and entities agree on where
-    they are (on mini, the maps stay nearly flat: docs/tour.md).
+2.  A map over cells enhances what both images have in common. Cross-attention then rebuilds each
+    image from cells of the other. Subtracting that leaves its difference, which another map
+    enhances. Losses make both agree with maps of the entities (nearly flat on mini: docs/tour.md).
 3.  For each word, the decoder weighs the entities, which name the subject, and the difference,
     which shows the change.
 
 The flow of one pair, with CLEVR-Change's sizes:
-    before, after (1024, 14, 14) each                     CLIP: pictures (768), M names (M, 768)
+    ResNet-101: before, after (1024, 14, 14) each         CLIP: pictures (768), M names (M, 768)
        v  embed                                              v  retrieve, Eq. 1
     F_bef, F_aft (196, 512) each                          entities of the pair (3, 768)
-    HRD, twice; layer 2 reads LN(F + shared):                v  project
-       v  CRE, Eq. 2-4, 6 . . . . . . . . . L_C, Eq. 7 .  E (3, 512)
+    HRD, twice; f is F, in layer 2 LN(F + shared):           v  project
+       v  CRE of f, Eq. 2-4, 6  . . . . . . L_C, Eq. 7 .  E (3, 512)
     common_bef, common_aft (196, 512) each                   |
        v  attention, Eq. 8, with L_I, Eq. 9                  |
     shared_bef, shared_aft (196, 512) each                   |
-       v  raw F - shared; DRE, Eq. 2, 4-5, 10  L_D, Eq. 11   |
+       v  F - shared; DRE, Eq. 2, 4-5, 10 . . . . L_D, Eq. 11|
     difference_bef, difference_aft (196, 512) each           |
        v  join, Eq. 12, of layer 2's differences             |
     F_diff (196, 512) and caption (24 ids) --------+---------+
@@ -30,22 +30,23 @@ The flow of one pair, with CLEVR-Change's sizes:
 Read first: retrieve, max_probability, ProbabilityMap, HRD, DecoderLayer, contrastive_loss,
 CHEERS.encode and .forward. Skip at first: Decoder, attention_map, all that follows CHEERS.
 
-CRE and DRE (Commonality, Difference Representation Enhancement) enhance in a target what it shares
-with a source, or does not. i is an image, j the other one; n is a cell of the target, t a cell or
-an entity of the source. In code, C, C~, D are common, shared, difference, and H, H', H^T, H^V, H^F
-are x, words, text, visual, fused. [ours] marks what the paper leaves open, and our additions.
+CRE(source, target) and DRE(source, target) (Commonality, Difference Representation Enhancement)
+enhance in a target what it shares with a source, or does not. i is an image, j the other one; n is
+a cell of the target, t a cell or an entity of the source (in the paper's Eq. 2-5, i and j). In
+code, C, C~, P^ are common, shared, p_..., D is the last output, and H, H', H^T, H^V, H^F are x,
+words, text, visual, fused. [ours] marks what the paper leaves open, and our additions.
 Equation  where             as printed                                           [ours]; "in logs"
-Sec. 3.1  support.entities  names: the subjects of training captions             of min_count
+Sec. 3.1  support.entities  names: the subjects of training captions             >= min_count times
 Eq. 1     retrieve          argmax of S_bef - S_aft, S_i = cos(CLIP of i, name)  |S_bef - S_aft|
-Eq. 2     max_probability   P(n, t) = e^cos(n, t) / sum_n' e^cos(t, n')          e^(scale cos)
+Eq. 2     max_probability   P(n, t) = e^cos(n, t) / sum_k e^cos(t, k)            e^(scale cos); k: n
 Eq. 3     ProbabilityMap    CRE: P^ = Linear(m), m(n) = max_t P(n, t)
 Eq. 4     HRD               F' = LN(sigmoid(P^) F + F)
 Eq. 5     ProbabilityMap    DRE: P^ = Linear(I - m), I "denotes the unit vector" I: ones
-Eq. 6     HRD               C_i = CRE(F_j, F_i), C'_i = DRE(E, F_i)              next F: LN(F + C~)
+Eq. 6     HRD               C_i = CRE(F_j, F_i), C'_i = DRE(E, F_i)              next f: LN(f + C~)
 Eq. 7     CHEERS.forward    L_C = MSE(P^ of C_i, P^ of C'_i)                     "common"
 Eq. 8     HRD               C~_i = MHCA(C_i, C_j): attention from C_i to C_j
 Eq. 9     contrastive_loss  L_I = -log softmax(sim(query, key) / tau)            "match"; of C~
-Eq. 10    HRD               D_i = DRE(F_i, F_i - C~_i), D'_i = CRE(E, F_i - C~_i)
+Eq. 10    HRD               D_i = DRE(F_i, F_i - C~_i), D'_i = CRE(E, F_i - C~_i) F in both layers
 Eq. 11    CHEERS.forward    L_D = MSE(P^ of D_i, P^ of D'_i)                     "different"
 Eq. 12    CHEERS.encode     F_diff = Linear [D_bef ; D_aft]
 Eq. 13    DecoderLayer      H^T = MHCA(H', E), H^V = MHCA(H', F_diff)            H' = LN(H + MHSA)
@@ -120,20 +121,20 @@ class Config(RunConfig):
 
 def retrieve(x_bef: Tensor, x_aft: Tensor, table: Tensor, k: int, retrieval: str) -> Tensor:
     """Eq. 1: the candidates whose cosines with the two images differ most. x (B, d) of each image,
-    table (M, d) -> rows (B, k), best first, or (B, M) if there are fewer candidates than k.
+    table (M, d) -> its row numbers (B, k), best first, or (B, M) if M is less than k.
     A candidate passes if its cosine with at least one of the images is above the mean over all
     candidates. [ours] If fewer than k pass, the best of the others fill the list. Eq. 1 has the
     "signed" difference. But the text asks for the largest one, and an added object is closer to
     "after", so the default is "absolute" [ours]."""
-    names = F.normalize(table, dim=-1)
-    s_bef = F.normalize(x_bef, dim=-1) @ names.T  # (B, M)
-    s_aft = F.normalize(x_aft, dim=-1) @ names.T
+    candidates = F.normalize(table, dim=-1)
+    s_bef = F.normalize(x_bef, dim=-1) @ candidates.T  # (B, M)
+    s_aft = F.normalize(x_aft, dim=-1) @ candidates.T
     score = s_bef - s_aft  # Eq. 1
     if retrieval == "absolute":
         score = score.abs()  # [ours]
     above_bef = s_bef > s_bef.mean(1, keepdim=True)
     above_aft = s_aft > s_aft.mean(1, keepdim=True)
-    # Cosines differ by at most 2, so - 4 moves the candidates that fail behind all that pass.
+    # A score is between -2 and 2, so - 4 moves the candidates that fail behind all that pass.
     score = torch.where(above_bef | above_aft, score, score - 4)
     return score.argsort(dim=1, descending=True, stable=True)[:, :k]  # Eq. 1 has k = 1
 
@@ -161,7 +162,7 @@ class ImageEmbedding(nn.Module):
 def max_probability(source: Tensor, target: Tensor, scale: Tensor | float) -> Tensor:
     """Eq. 2 and m of Eq. 3: how well each cell of a target, an image, matches some position of a
     source, an image or entities. source (B, T, D), target (B, N, D) -> m (B, N).
-    Each position t of the source shares 1 out among the target's cells: P(., t) = softmax of
+    Each position t of the source divides 1 among the target's cells: P(., t) = softmax over n of
     scale * cos(., t). m(n) = max_t P(n, t), because it is enough that a cell is like one position.
 
     By hand: the target's cells are (1, 0) and (0, 1), and scale is ln 3. For one entity (1, 0),
@@ -169,9 +170,9 @@ def max_probability(source: Tensor, target: Tensor, scale: Tensor | float) -> Te
     cells = F.normalize(upcast(target), dim=-1)
     sources = F.normalize(upcast(source), dim=-1)
     cosines = cells @ sources.transpose(1, 2)  # (B, N, T)
-    # [ours] The softmax is over the target. Over the source, one entity would have m = 1 at each n.
-    p = (cosines * scale).softmax(1)  # Eq. 2
-    return p.amax(2)  # Eq. 3, (B, N)
+    # Over the target, as we read k of Eq. 2. Over the source, one entity has m = 1 at each n.
+    probability = (cosines * scale).softmax(1)  # Eq. 2
+    return probability.amax(2)  # Eq. 3, (B, N)
 
 
 class ProbabilityMap(nn.Module):
@@ -179,10 +180,10 @@ class ProbabilityMap(nn.Module):
     in a CRE (Eq. 3), Linear_{1->D}(1 - m) in a DRE (Eq. 5). The paper's name is probability matrix,
     though nothing confines it to (0, 1). source (B, T, D), target (B, N, D) -> P^ (B, N, D).
 
-    With bare cosines, m is about 1/N at all cells, as they share 1. [ours] So a temperature is
-    learned, as in CLIP. Even then, m is about .007 from entities at first (1/N is .005), and .97 to
-    .995 from an image, where each cell finds one like it, as both have the same positions. So Eq. 4
-    enhances all cells nearly alike (docs/tour.md)."""
+    With bare cosines, m is about 1/N at all cells, as they divide 1. [ours] So a temperature is
+    learned, as in CLIP. Even so, m is at first about .007 from entities (1/N is .005), and .98 from
+    an image, where each cell finds one like it, as both have the same positions. So Eq. 4 enhances
+    all cells nearly alike (docs/tour.md)."""
 
     def __init__(self, cfg: Config, kind: Literal["CRE", "DRE"]):
         super().__init__()
@@ -224,13 +225,13 @@ class HRD(nn.Module):
 
         layer 1                                     layer 2, the last
         f = raw                                +--> f = LN(f + shared) of layer 1
-         v  CRE with f of j: maps 1, 2         |     v  CRE with f of j: maps 1, 2
+         v  CRE with f of j: map 1             |     v  CRE with f of j: map 1
         common                                 |    common
          v  attention to common of j, Eq. 8    |     v  attention to common of j, Eq. 8
         shared --------------------------------+    shared
          v                                           v
-        rest = raw - shared: maps 3, 4              rest = raw - shared
-                                                     v  DRE with raw: maps 3, 4
+        rest = raw - shared, for L_D alone          rest = raw - shared
+                                                     v  DRE with raw: map 3
                                                     difference, D_i
 
         map P^          target   source       of            compared by
@@ -242,7 +243,7 @@ class HRD(nn.Module):
     Entities name what changed. L_C: a cell should match the other image where it does not match the
     entities. L_D: `rest` should match the entities where it does not match its own image. (That is
     the intent. Each map has a linear layer of its own, so flipped signs or constant maps make both
-    losses small, too.) Of C'_i and D'_i only the maps are used, so Eq. 4 is not computed for them.
+    losses small, too.) Of C'_i, as the paper says, and D'_i [ours] only the maps are used.
 
     [ours] The paper does not say what layer 2 reads: here LN(f + shared), because `shared` alone
     hardly varies over its cells at the start. Eq. 10 reads "the original raw features", so `raw`
@@ -251,6 +252,7 @@ class HRD(nn.Module):
     def __init__(self, cfg: Config, last: bool):
         super().__init__()
         self.last = last
+        # These make the map P^ alone, not all of a CRE or DRE. Eq. 4 stands in forward.
         self.cre = ProbabilityMap(cfg, "CRE")  # map 1
         self.norm_common = nn.LayerNorm(cfg.dim)
         self.entity_dre = ProbabilityMap(cfg, "DRE")  # map 2
@@ -290,11 +292,11 @@ class DecoderLayer(nn.Module):
     def __init__(self, cfg: Config):
         super().__init__()
         self.self_attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
-        self.cross_attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
+        self.cross_attention = Attention(cfg.dim, cfg.heads, cfg.dropout)  # to F_diff
         self.norm1 = nn.LayerNorm(cfg.dim)
         self.norm2 = nn.LayerNorm(cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
-        self.text_attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
+        self.text_attention = Attention(cfg.dim, cfg.heads, cfg.dropout)  # to E
         width = 1 if cfg.gate == "scalar" else cfg.dim  # scalar: the text's "two parameters"
         self.alpha = nn.Linear(2 * cfg.dim, width)
         self.beta = nn.Linear(2 * cfg.dim, width)
@@ -349,22 +351,22 @@ class Decoder(nn.Module):
 
 def contrastive_loss(shared_bef: Tensor, shared_aft: Tensor, scale: Tensor) -> Tensor:
     """Eq. 9, L_I: does `shared` of an image find its partner in the batch of B pairs? InfoNCE over
-    rows and columns of sim (B, B). `shared` of each image (B, N, D), scale = 1 / tau -> a scalar.
-    sim_ab = scale / 2 [mean_n max_n' cos(bef_an, aft_bn') + mean_n' max_n cos(bef_an, aft_bn')] for
+    rows and columns of s = sim / tau (B, B). `shared` of each image (B, N, D), scale = 1 / tau.
+    s_ab = scale / 2 [mean_n max_n' cos(bef_an, aft_bn') + mean_n' max_n cos(bef_an, aft_bn')] for
     pairs a, b and cells n, n'.
 
     By hand: shared_bef = (2, 0), (0, 3), shared_aft = (1, 0), (0, 1), two pairs of one cell, scale
-    ln 3. Then exp sim has 3 on its diagonal and 1 elsewhere, and L_I = -ln(3/4) = 0.288.
+    ln 3. Then exp s has 3 on its diagonal and 1 elsewhere, and L_I = -ln(3/4) = 0.288.
 
     [ours] The paper does not define query and key. We take `shared`, because L_I is meant to help
     Eq. 8, and both directions. As in SCORER, which the paper cites here, sim averages best matches,
     and scale is learned; but cells have length 1."""
     with torch.autocast(shared_bef.device.type, enabled=False):
-        # Lengths need float32. Under autocast, matching is faster in the bfloat16 of `shared`.
+        # Lengths need float32. If `shared` is bfloat16, matching stays so, which is faster.
         bef = F.normalize(upcast(shared_bef), dim=-1).to(shared_bef.dtype)
         aft = F.normalize(upcast(shared_aft), dim=-1).to(shared_aft.dtype)
-        sim = scale * token_match(bef, aft)  # (B, B)
-        return (info_nce(sim) + info_nce(sim.T)) / 2  # Eq. 9
+        s = scale * token_match(bef, aft)  # sim / tau of Eq. 9, (B, B)
+        return (info_nce(s) + info_nce(s.T)) / 2  # Eq. 9
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
@@ -380,9 +382,9 @@ def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
 def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
     """Eq. 19: L = L_S + lambda_v (L_C + L_D) + lambda_m L_I. A loss that is left out counts 0.
 
-    Nothing is detached. L_C and L_D train the maps P^ and what makes their inputs, L_I what makes
-    `shared`, and its own scale. L_S trains all but this scale and the maps that only L_C and L_D
-    read: entity_dre, entity_cre and, before the last layer, dre."""
+    Nothing is detached. L_C and L_D train the maps P^ and what makes their inputs. L_I trains what
+    makes `shared`, and CHEERS.log_scale. L_S trains all but CHEERS.log_scale and the maps that only
+    L_C and L_D read: entity_dre, entity_cre and, before the last layer, dre."""
     l_s = losses["caption"]
     l_c = losses.get("common", 0)
     l_d = losses.get("different", 0)
@@ -418,8 +420,8 @@ class CHEERS(nn.Module):
             self.log_scale = nn.Parameter(torch.ones(()))  # [ours] scale starts at e, as SCORER's
 
     def encode(self, before: Tensor, after: Tensor, entities: Tensor | None = None) -> tuple:
-        """before, after (B, C, H, W), CLIP's embeddings of the entities (B, K, d) -> F_diff
-        (B, N, D), E (B, K, D) or None if nothing reads it, and what each HRD layer returns."""
+        """Features before, after (B, C, H, W), CLIP's embeddings of the entities (B, K, d) ->
+        F_diff (B, N, D), E (B, K, D) or None if not read, and what each HRD layer returns."""
         # Two batches of different sizes would silently be mixed up.
         assert before.shape == after.shape, f"{before.shape} and {after.shape} are not pairs"
         e = None
@@ -447,9 +449,9 @@ class CHEERS(nn.Module):
         """before, after (B, C, H, W), caption (B, L), entities (B, K, d) -> the terms of Eq. 19, by
         name. [ours] L_C, L_D and L_I are means over the layers, L_C and L_D also over both images.
 
-        At the start, "caption" is about 5 (a guess among CLEVR-Change's 76 ids: 4.3), "match" about
-        ln B, "common" 1.3, "different" 0.7. If "match" stays at ln B, `shared` does not tell a
-        pair's partner from other images. Constant maps, too, make the other two low."""
+        At the start, "caption" is about 5 (an even guess among 76 ids has ln 76 = 4.3),
+        "match" about ln B, "common" 1.3, "different" 0.7. If "match" stays at ln B, `shared` does
+        not tell partners from others. Constant maps make "common" and "different" low, too."""
         f_diff, e, layers = self.encode(before, after, entities)  # Eq. 2-6, 8, 10, 12
         hidden, _ = self.decoder(caption, f_diff, e)  # Eq. 13-17
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 18
@@ -538,14 +540,15 @@ def compute_losses(model: CHEERS, batches: tuple, cfg: Config, entities=None) ->
     """Eq. 19 and its terms, each a mean over the batches of a step: changed pairs and, in some data
     sets, distractor pairs.
 
-    In CLEVR-Change and mini, a scene has one pair of each kind: (before, after) and (before,
-    distractor) or, in half of the scenes of an epoch, (distractor, after) and (distractor, before)
-    [ours, as in SCORER]. The two stay separate because they share their first images. In a joint
-    contrastive loss, an "after" image would have a copy of its partner among its negatives."""
+    In CLEVR-Change and mini, a scene has three pictures: before, after, and the distractor, which
+    is "before" in another view. Its pairs are (before, after) and (before, distractor). In half
+    of the scenes of an epoch, before and distractor are exchanged [ours, as in SCORER]. The two
+    batches stay separate because they share their first images. In a joint contrastive loss, an
+    "after" image would have a copy of its partner among its negatives."""
     losses: dict[str, Tensor] = {}
     for batch in batches:
         batch = batch.to(cfg.device)
-        e = entities(batch.images) if entities else None
+        e = entities(batch.images) if entities else None  # CLIP's (B, K, d)
         with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.on_cuda):
             terms = model(batch.before, batch.after, batch.caption, e)
         for name, term in terms.items():

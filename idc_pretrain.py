@@ -5,13 +5,13 @@ A pair shows a scene before and after a change or, if it is a distractor, only a
 light; then its caption says that nothing changed. The method has three ideas:
 1.  Captioned pairs are few and differences are small, so the model first learns which words belong
     to which details: it predicts masked words (MLM), recognises masked cells (MVCL), and tells a
-    caption from six similar ones (FDA).
+    caption from six similar ones (FDA). On mini, toy scenes, it has MVCL alone.
 2.  Like a person, it looks at each image alone (E_s) and compares the two (E_p) before it thinks of
     words (E). All are transformers.
 3.  Fine-tuning is MLM in which a word sees only earlier words, so that captions can be written word
     by word.
 
-The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids):
+The flow of one pair, with CLEVR-Change's sizes (24 ids are its longest caption):
     before (2048, 7, 7)     after (2048, 7, 7)      caption (24 ids)
        |  embed, Eq. 2         |  embed, Eq. 3         |  embed, Eq. 1
     v_1 (50, 512)           v_2 (50, 512)              |       v_i is [IMGi] and 49 cells
@@ -26,30 +26,32 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids):
         some cells are zeros             cell_head: their features           L_MVCL, Eq. 7-8
         the caption or a rewrite         cosine of [IMG1], [IMG2] to [CLS]   L_FDA, Eq. 9
     Fine-tuning. Text (47, 512): [CLS], 23 ids, 23 [MASK]s. Images see only images. A word sees
-    them, [CLS], earlier words and itself. A [MASK] sees what the word before it sees, and itself:
+    them, [CLS], earlier words and itself. The [MASK] for word t sees what word t - 1 sees, and
+    itself. All [MASK]s stand at the end (the table of causal_mask shows it):
         a [MASK] for each word [ours]    head: that word                     L_MLM, Eq. 6
         [IMG1] and [IMG2]                judge: did anything change?         L_judge, Sec. 3.1
 
-Read first: Embedding, Block, mask_words, causal_mask, cell_loss, align_loss, and of IDC encode,
-joint, mlm, predict_cells, fda, causal and captioning; then draw_task, compute_losses and train.
-Skip at first what else follows IDC, such as "other forms" at the end, of the released code.
+Read first: Embedding, Block, mask_words, causal_mask, the losses, and of IDC encode, joint, mlm,
+mvcl, predict_cells, fda, causal, causal_sequence and captioning; then draw_task, compute_losses and
+train. Skip the rest at first, also "other forms" at the end, which are of the released code.
 
 Our copy of the paper lacks the formulas. These are reconstructed from its text and the released
-code. "As released" marks what only that code says, [ours] what neither says.
-Equation  where            formula                                            as released or [ours]
+code. "As released" marks our defaults that only that code has, [ours] those that neither has.
+Equation  where            formula                                            as released, or [ours]
 Eq. 1     Embedding.text   w = [CLS] START w_1 ... END (paper: [BOS], [EOS])  words times sqrt(D)
-Eq. 2-3   Embedding.image  v_i = [IMGi] v_i1 ... v_iN                         LN (also in Eq. 1)
-Eq. 4     IDC.encode       v = E_p([E_s(v_1) ; E_s(v_2)])                     pre-norm (and Eq. 5)
-Eq. 5     joint, causal    E([v ; w])                                         padding unseen [ours]
-Eq. 6     word_loss        L_MLM = mean_m -log P(w_m | other words, v)        END is masked
-Eq. 7-8   cell_loss        L_MVCL = mean_m -log e(f_m) / [e(f_m) + sum e(u)]  p_m by tied weights
-Eq. 9     align_loss       L_FDA = -log e_0 / [e_0 + ... + e_6]               a seventh of a batch
+Eq. 2-3   Embedding.image  v_i = [IMGi] v_i1 ... v_iN                         LayerNorm, also Eq. 1
+Eq. 4     IDC.encode       v = E_p([E_s(v_1) ; E_s(v_2)])                     pre-norm, also Eq. 5
+Eq. 5     joint, causal    z = E([v ; w])                                     padding unseen [ours]
+Eq. 6     word_loss        L_MLM = mean_m -log P(w_m | other words, v)        END is masked, too
+Eq. 7-8   cell_loss        L_MVCL = mean_m -log(e(f_m) / [e(f_m) + sum e(u)]) p_m by tied weights
+Eq. 9     align_loss       L_FDA = -log(e_0 / [e_0 + ... + e_6])              of 1/7 of the pairs
 Sec. 2.2  draw_task, mask_words, mask_cells; support/rewrites.py rewrites captions
-Sec. 2.3  causal_mask, IDC.captioning, IDC.generate
+Sec. 2.3  causal_mask, IDC.captioning (predicts every word, not 15 % [ours]), IDC.generate
 Sec. 2.4  support/birds.py: bird_losses, contrast_loss, of images without captions
 Sec. 3.1  judge_loss       L = L_MLM + w_judge L_judge                        w_judge 1
-m is a masked word or cell, f_m the cell's feature, p_m = cell_head(z_m) W + b predicts f_m, with W
-(D, C) of Embedding.project, u is an unmasked feature.
+m is a masked word or cell, f_m the cell's feature, and u the feature of an unmasked cell. E makes
+z_m of the cell, and p_m = cell_head(z_m) W + b predicts f_m, with W (D, C) of Embedding.project.
+cell_loss defines e(f), and align_loss e_j.
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, L ids of a caption
 (START, words, END, padding), V ids of the vocabulary, K ids that fine-tuning reads (L or L - 1), T
 tokens, S = 2 (N + 1) visual tokens, M cells of a batch, n of them masked.
@@ -90,8 +92,8 @@ from common import (
 
 @dataclass
 class Config(RunConfig):
-    """IDC. RunConfig's steps, batch_size, lr, schedule, lr_drop, warmup and patience belong to
-    fine-tuning, eval_every and grad_clip to both stages."""
+    """IDC; values are CLEVR-Change's. RunConfig's steps, batch_size, lr, schedule, lr_drop, warmup
+    and patience belong to fine-tuning, eval_every and grad_clip to both stages."""
 
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"init", "cub", "nabirds"}
     RANGES = RunConfig.RANGES | {"pretrain_batch": (1, math.inf)}
@@ -103,7 +105,7 @@ class Config(RunConfig):
     layers: int = 3  # layers of the cross-modal transformer
     dropout: float = 0.2  # dropout probability
     pretrain_steps: int = 250000  # steps of pre-training (--steps: of fine-tuning); 0: none
-    pretrain_batch: int = 100  # scenes per step of pre-training
+    pretrain_batch: int = 100  # scenes per step of pre-training, of one or two pairs
     pretrain_lr: float = 1e-4  # learning rate of pre-training (--lr: of fine-tuning)
     pretrain_warmup: int = 8000  # steps of linear warm-up in pre-training
     mlm: int = 8  # share of masked language modelling in the steps of pre-training; 0: none
@@ -121,7 +123,7 @@ class Config(RunConfig):
     cub: str = ""  # CUB's folder; if given, pre-train on it first, for as many steps (as released)
     cub_batch: int = 0  # single images per step of pre-training on CUB; 0: pretrain_batch
     nabirds: str = ""  # NABirds' folder; if given, its classes are a pre-training task of share 3
-    finetune_targets: Literal["every", "masked"] = "every"  # which words fine-tuning predicts
+    finetune_targets: Literal["every", "masked"] = "every"  # predicted words; "every" is [ours]
     init_weights: Literal["xavier", "pytorch"] = "xavier"  # how weights are initialised
     embedding: Literal["plain", "released"] = "plain"  # Embedding, or ReleasedEmbedding at the end
     mask_rules: Literal["plain", "released"] = "plain"  # mask_words, or released_mask_words
@@ -139,8 +141,8 @@ IMAGE_1, IMAGE_2, TEXT = range(3)
 
 
 class Embedding(nn.Module):
-    """Eq. 1-3: y = Dropout(LN(x + type + position)) for words, cells and special tokens, which
-    share one LayerNorm and one table of types.
+    """Eq. 1-3: y = Dropout(LN(x + type + position)) for words and cells, and without a position for
+    special tokens. All share one LayerNorm and one table of types.
 
     As released, words are multiplied by sqrt(D), and special tokens have no position. In the paper,
     every token has a position (section 2.1)."""
@@ -214,8 +216,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """As released, a LayerNorm (but PyTorch's: docs/released.md) stands before the blocks and none
-    after them, so the heads read the residual stream."""
+    """As released, a LayerNorm stands before the blocks and none after them, so the heads read the
+    residual stream. (The released one differs from PyTorch's: docs/released.md.)"""
 
     def __init__(self, cfg: Config, layers: int):
         super().__init__()
@@ -261,17 +263,18 @@ def mask_words(caption: Tensor, vocab_size: int, rate: float) -> tuple[Tensor, T
 
 
 def mask_cells(pairs: int, images: int, n_cells: int, rate: float, device) -> Tensor:
-    """Section "MVCL": choose round(rate N) cells, at least one, of one image of each pair, so that
-    the other image and the caption can tell what was there. -> their places among all cells of the
-    batch: indices into (B, images, N), flattened. With N = 49 and two images, cell 5 of image 1 of
-    pair 3 (all counted from 0) has the place (3 * 2 + 1) * 49 + 5 = 348.
+    """Section "MVCL": for each of B = `pairs` pairs, choose one of its `images` (2; of CUB 1), and
+    round(rate N) of its n_cells = N cells, at least one, so that the other image and the caption
+    can tell what was there. -> their places among all cells of the batch: indices into (B, images,
+    N), flattened. With N = 49 and two images, cell 5 of image 1 of pair 3 (all counted from 0) has
+    the place (3 * 2 + 1) * 49 + 5 = 348.
 
     [ours] The number is fixed, because torch.compile needs fixed shapes."""
     count = max(1, round(rate * n_cells))
-    n = torch.rand(pairs, n_cells, device=device).topk(count).indices  # (B, count)
+    cell = torch.rand(pairs, n_cells, device=device).topk(count).indices  # (B, count)
     image = torch.randint(images, (pairs, 1), device=device)
     b = torch.arange(pairs, device=device)[:, None]
-    return ((b * images + image) * n_cells + n).flatten()
+    return ((b * images + image) * n_cells + cell).flatten()
 
 
 def marked(places: Tensor, count: int) -> Tensor:
@@ -282,13 +285,14 @@ def marked(places: Tensor, count: int) -> Tensor:
 def causal_mask(visual: int, length: int, asked: int, device) -> Tensor:
     """Section 2.3: which token sees which in fine-tuning. First come `visual` tokens of both images
     (v), which see only each other. Each of `length` tokens, [CLS] and words, sees the images, the
-    tokens before it and itself. Then come `asked` [MASK]s, one for each of the last words. The
-    [MASK] after a word sees what this word sees, and itself, and predicts the next word.
-    -> bool (T, T), T = visual + length + asked, True where the row's token sees the column's.
+    tokens before it and itself. Then come `asked` [MASK]s, one for each of the last `asked` words,
+    to predict the word after it. The one for word t sees what word t - 1 sees, and itself. -> bool
+    (T, T), T = visual + length + asked, True where the row's token sees the column's.
 
-    With length = 3 and asked = 2, where w0 is START and m1, after w0, predicts w1:
+    With length = 3 and asked = 2, where w0 is START, m1 predicts w1, and m2 predicts w2. A row sees
+    the columns of images and text whose rank is not above its own:
 
-                v | [CLS]  w0  w1 | m1  m2      place
+                v | [CLS]  w0  w1 | m1  m2      rank
         v       x |               |              -1
         [CLS]   x |   x           |               0
         w0      x |   x    x      |               1
@@ -300,10 +304,10 @@ def causal_mask(visual: int, length: int, asked: int, device) -> Tensor:
     not change". But then words would see later words, and the judge the caption, through images."""
     text = torch.arange(length, device=device)
     before_text = torch.full((visual,), -1, device=device)
-    place = torch.cat([before_text, text, text[length - asked :]])
-    seen = place[:, None] >= place
+    rank = torch.cat([before_text, text, text[length - asked :]])
+    seen = rank[:, None] >= rank
     seen[:, visual + length :] = False  # no token sees a [MASK], ...
-    return seen | torch.eye(len(place), dtype=torch.bool, device=device)  # ... but each sees itself
+    return seen | torch.eye(len(rank), dtype=torch.bool, device=device)  # ... but each sees itself
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -314,50 +318,50 @@ def word_loss(logits: Tensor, target: Tensor, reduction: str = "mean") -> Tensor
     position has no loss."""
     logits = logits.flatten(0, -2)
     total = F.cross_entropy(logits, target.flatten(), ignore_index=NULL, reduction="sum")  # Eq. 6
-    if reduction == "sum":  # released, in fine-tuning
+    if reduction == "sum":  # --variant released, in fine-tuning
         return total
     return total / (target != NULL).sum().clamp(min=1)
 
 
-def cell_loss(predicted: Tensor, features: Tensor, masked: Tensor, tau: float) -> Tensor:
+def cell_loss(predicted: Tensor, features: Tensor, places: Tensor, tau: float) -> Tensor:
     """Eq. 7-8, L_MVCL: InfoNCE over cosines, the mean over masked cells m of
 
-        -log e(f_m) / [e(f_m) + sum of e(f_u) over unmasked cells u], e(f) = exp(cos(p_m, f) / tau).
+        -log(e(f_m) / [e(f_m) + sum over unmasked cells of e(u)]), e(f) = exp(cos(p_m, f) / tau).
 
-    predicted (p) and features (f) (M, C) are of all cells of the batch; masked (n,) holds the
-    places of the masked ones.
+    predicted (p) and features (f) (M, C) are of all cells of the batch; places (n,) are those of
+    the masked ones.
 
     Example, tau = 1: features (1, 0), (0, 2), (3, 0); the first is masked and predicted as (2, 0).
-    Its cosines are 1, 0 and 1, so the loss is -ln e / (e + 1 + e) = 0.862. The third cell looks the
-    same, so at no temperature can the loss fall below ln 2 = 0.693."""
+    Its cosines are 1, 0 and 1, so the loss is -ln(2.7 / (2.7 + 1 + 2.7)) = 0.862. The third cell
+    looks the same, so at no temperature can the loss fall below ln 2 = 0.693."""
     with torch.autocast(features.device.type, enabled=False):  # bfloat16 is not precise enough
-        s = cell_cosines(predicted, features, masked) / tau
-        return F.cross_entropy(s, masked)  # Eq. 7-8: a cell's own feature is in its own column
+        s = cell_cosines(predicted, features, places) / tau
+        return F.cross_entropy(s, places)  # Eq. 7-8; the right column of a cell is its own
 
 
-def cell_cosines(predicted: Tensor, features: Tensor, masked: Tensor) -> Tensor:
+def cell_cosines(predicted: Tensor, features: Tensor, places: Tensor) -> Tensor:
     """For cell_loss: the cosine of each masked cell's prediction to its own feature and to those of
     all unmasked cells; -inf for the other masked cells. -> (n, M)"""
     p = F.normalize(upcast(predicted), dim=-1)
     f = F.normalize(features, dim=-1)
-    is_masked = marked(masked, f.shape[0])
-    own = masked[:, None] == torch.arange(f.shape[0], device=f.device)
-    return (p[masked] @ f.T).masked_fill(is_masked & ~own, float("-inf"))
+    is_masked = marked(places, f.shape[0])
+    own = places[:, None] == torch.arange(f.shape[0], device=f.device)
+    return (p[places] @ f.T).masked_fill(is_masked & ~own, float("-inf"))
 
 
-def align_loss(image: Tensor, text: Tensor, tau: float) -> Tensor:
+def align_loss(g: Tensor, c: Tensor, tau: float) -> Tensor:
     """Eq. 9, L_FDA: InfoNCE over cosines, the caption (j = 0) against its six rewrites,
 
-        -log e_0 / [e_0 + ... + e_6], e_j = exp(cos(g_j, c_j) / tau).
+        -log(e_0 / [e_0 + ... + e_6]), e_j = exp(cos(g_j, c_j) / tau).
 
-    Each of the seven is read together with the images, in a sequence of its own. What E makes of
-    it: image (g, the mean of [IMG1] and [IMG2]) and text (c, [CLS]), both (B, 7, D).
+    Each of the seven is read together with the images, in a sequence of its own. Of E's outputs, g
+    is the mean of [IMG1] and [IMG2], and c is [CLS], both (B, 7, D).
 
     Example, tau = 1: images (1, 0), caption (1, 0), six rewrites (0, 1). The cosines are 1 and six
-    times 0, so the loss is -ln e / (e + 6) = 1.165. At tau = 0.1 it would be 0.0003."""
-    s = F.cosine_similarity(image, text, dim=-1) / tau  # (B, 7)
-    first = torch.zeros(s.shape[0], dtype=torch.long, device=s.device)
-    return F.cross_entropy(s, first)  # Eq. 9
+    times 0, so the loss is -ln(2.7 / (2.7 + 6)) = 1.165. At tau = 0.1 it would be 0.0003."""
+    s = F.cosine_similarity(g, c, dim=-1) / tau  # (B, 7)
+    right = torch.zeros(s.shape[0], dtype=torch.long, device=s.device)  # the caption, j = 0
+    return F.cross_entropy(s, right)  # Eq. 9
 
 
 def judge_loss(logits: Tensor, changed: Tensor, reduction: str = "mean") -> Tensor:
@@ -372,7 +376,7 @@ def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
     The paper trains L_judge "jointly" and gives no weight. w_judge is 1 because the released code
     adds the two, but it adds sums over words and pairs. With means, the balance is not theirs."""
     if "caption" in losses:
-        return losses["caption"] + cfg.w_judge * losses.get("judge", 0)
+        return losses["caption"] + cfg.w_judge * losses.get("judge", 0)  # "caption": L_MLM
     return sum(losses.values())
 
 
@@ -427,8 +431,8 @@ class IDC(nn.Module):
             caption  before, after, caption[, changed (B,)]         caption[, judge]
             birds    before, after, classes (B, 2)                  class, contrast, same_class
 
-        At the start, with the paper's sizes, 16 pairs and V = 76, and what it means if a loss stays
-        there. Some are above that of a guess, as no LayerNorm precedes the heads.
+        Losses at the start, with the paper's sizes, 16 pairs and V = 76, and what it means if one
+        stays there. Some are above that of a guess, as no LayerNorm precedes the heads:
             caption, mlm  6 to 9; they fall even if images are ignored, so look at the scores
             judge         0.6 to 5; at ln 2 = 0.69 it guesses: the images are not compared
             mvcl          7.3 = ln 1457, the cells to choose from: tau_mvcl is too high; as cosines
@@ -485,7 +489,7 @@ class IDC(nn.Module):
         of Eq. 4, ids (B, L) -> visual (B, S, D); text (B, 1 + L, D), [CLS] first."""
         start = visual.shape[1]  # of the text: 100
         seen = ids != NULL
-        if self.cfg.see_padding:  # released
+        if self.cfg.see_padding:  # --variant released
             seen = torch.ones_like(seen)
         seen = F.pad(seen, (start + 1, 0), value=True)  # images and [CLS] are seen, too
         x = torch.cat([visual, self.embed.text(ids)], 1)
@@ -502,21 +506,21 @@ class IDC(nn.Module):
         return x[:, : visual.shape[1]], x[:, start:end], x[:, end:]
 
     def causal_sequence(self, visual: Tensor, ids: Tensor, asked: int) -> tuple[Tensor, Tensor]:
-        """-> the tokens (B, T, D) of images, [CLS] (if finetune_cls), words, and a [MASK] for each
-        of the last `asked` words; their causal_mask (1, 1, T, T).
+        """-> the tokens (B, T, D) of images, [CLS] (if finetune_cls), words, and a [MASK] for the
+        word after each of the last `asked` words; their causal_mask (1, 1, T, T).
 
-        A [MASK] sees what the word before it sees, and has the position of the word to predict."""
+        The [MASK] for word t sees what word t - 1 sees, and has the position of word t."""
         text = self.embed.text(ids) if self.cfg.finetune_cls else self.embed.words(ids)
         mask = causal_mask(visual.shape[1], text.shape[1], asked, ids.device)
         if asked:
-            masks = torch.full_like(ids[:, :asked], self.embed.mask_id)
+            mask_ids = torch.full_like(ids[:, :asked], self.embed.mask_id)
             first = ids.shape[1] - asked + 1  # position; fine-tuning: 23 - 23 + 1 = 1
-            text = torch.cat([text, self.embed.words(masks, first)], 1)
+            text = torch.cat([text, self.embed.words(mask_ids, first)], 1)
         return torch.cat([visual, text], 1), mask[None, None]
 
     # -- pre-training
 
-    def mask(self, caption: Tensor) -> tuple[Tensor, Tensor]:
+    def masked_caption(self, caption: Tensor) -> tuple[Tensor, Tensor]:
         """mask_words, or its released form."""
         if self.cfg.mask_rules == "released":
             return released_mask_words(caption, self.vocab_size, self.cfg.mask_rate)
@@ -524,7 +528,7 @@ class IDC(nn.Module):
 
     def mlm(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
         """Eq. 6: predict masked words of captions (B, L) from the other words and the images."""
-        ids, target = self.mask(caption)
+        ids, target = self.masked_caption(caption)
         visual = self.encode(before, after)  # Eq. 4
         _, text = self.joint(visual, ids)  # Eq. 5
         logits = self.head(text[:, 1:])  # without [CLS]
@@ -533,38 +537,37 @@ class IDC(nn.Module):
     def mvcl(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
         """Eq. 7-8: recognise masked cells of one image of each pair from the pair's other cells and
         its caption (B, L)."""
-        predicted, features, masked = self.predict_cells(before, after, caption)
+        predicted, features, places = self.predict_cells(before, after, caption)
         loss = cell_loss
         if self.cfg.mvcl_negatives == "predictions":
             loss = released_cell_loss
-        return {"mvcl": loss(predicted, features, masked, self.cfg.tau_mvcl)}  # Eq. 7-8
+        return {"mvcl": loss(predicted, features, places, self.cfg.tau_mvcl)}  # Eq. 7-8
 
     def predict_cells(
         self, before: Tensor, after: Tensor, caption: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Mask cells, and predict all -> predictions and features (M, C) of all cells of the batch,
-        in the order (B, images, N), and the places of the masked ones among them (n,).
-
-        With 16 pairs of the paper's sizes, M = 16 * 2 * 49 = 1568 and n = 16 * 7 = 112."""
+        """Mask cells, and predict all (mvcl_negatives="predictions" needs all) -> predictions and
+        features (M, C) of all cells of the batch, in the order (B, images, N), and the places of
+        the masked ones among them (n,). With 16 pairs of 2 * 49 cells, M = 1568, n = 16 * 7."""
         pairs, _, height, width = before.shape
         N = self.n_cells
         features = before.flatten(2).mT  # (B, 49, C)
         if after.shape[2]:  # CUB has no second image
             features = torch.cat([features, after.flatten(2).mT], 1)  # (B, 98, C)
         images = features.shape[1] // N  # 2
-        masked = mask_cells(pairs, images, N, self.cfg.cell_mask_rate, before.device)  # (n,)
-        # The rows of both images, one image below the other
-        is_masked = marked(masked, pairs * images * N).view(pairs, 1, -1, width)  # (B, 1, 14, 7)
+        places = mask_cells(pairs, images, N, self.cfg.cell_mask_rate, before.device)  # (n,)
+        # One image below the other: 7 rows of the first, then 7 of the second
+        is_masked = marked(places, pairs * images * N).view(pairs, 1, -1, width)  # (B, 1, 14, 7)
         shown_before = before.masked_fill(is_masked[:, :, :height], 0)
         shown_after = after.masked_fill(is_masked[:, :, height:], 0)
         visual = self.encode(shown_before, shown_after)  # Eq. 4, (B, 100, D)
-        visual, _ = self.joint(visual, caption)  # Eq. 5
-        cells_1 = visual[:, 1 : 1 + N]  # tokens 1 to 49
-        cells_2 = visual[:, 2 + N :]  # tokens 51 to 99
+        z, _ = self.joint(visual, caption)  # Eq. 5
+        cells_1 = z[:, 1 : 1 + N]  # tokens 1 to 49
+        cells_2 = z[:, 2 + N :]  # tokens 51 to 99
         hidden = self.cell_head(torch.cat([cells_1, cells_2], 1))  # (B, 98, D)
         # As released, the weights of the projection (D, C) map back to features.
         predicted = hidden @ self.embed.project.weight + self.cell_bias  # (B, 98, C)
-        return predicted.flatten(0, 1), features.flatten(0, 1), masked
+        return predicted.flatten(0, 1), features.flatten(0, 1), places
 
     def fda(
         self, before: Tensor, after: Tensor, caption: Tensor, rewritten: Tensor
@@ -575,10 +578,10 @@ class IDC(nn.Module):
         visual = self.encode(before[:count], after[:count])  # Eq. 4
         ids = torch.cat([caption[:count, None], rewritten], 1)  # (B', 7, L)
         visual = visual.repeat_interleave(ids.shape[1], 0)  # (7B', S, D)
-        visual, text = self.joint(visual, ids.flatten(0, 1))  # Eq. 5
-        image = self.image_tokens(visual).mean(1).view(*ids.shape[:2], -1)  # (B', 7, D)
-        text = text[:, 0].view(*ids.shape[:2], -1)  # [CLS], (B', 7, D)
-        return {"fda": align_loss(image, text, self.cfg.tau_fda)}  # Eq. 9
+        z, text = self.joint(visual, ids.flatten(0, 1))  # Eq. 5
+        g = self.image_tokens(z).mean(1).view(*ids.shape[:2], -1)  # (B', 7, D)
+        c = text[:, 0].view(*ids.shape[:2], -1)  # [CLS], (B', 7, D)
+        return {"fda": align_loss(g, c, self.cfg.tau_fda)}  # Eq. 9
 
     # -- fine-tuning
 
@@ -595,13 +598,13 @@ class IDC(nn.Module):
         if cfg.finetune_targets == "every":
             ids = caption[:, :-1]  # (B, 23), from START
             target = caption[:, 1:]  # (B, 23), each the word after the id
-            visual, _, text = self.causal(visual, ids, asked=ids.shape[1])  # Eq. 5
-        else:  # released
-            ids, target = self.mask(caption)
-            visual, text, _ = self.causal(visual, ids, asked=0)  # Eq. 5
-        losses = {"caption": word_loss(self.head(text), target, cfg.reduction)}  # Eq. 6
+            z, _, hidden = self.causal(visual, ids, asked=ids.shape[1])  # Eq. 5, of [MASK]s
+        else:  # --variant released
+            ids, target = self.masked_caption(caption)
+            z, hidden, _ = self.causal(visual, ids, asked=0)  # Eq. 5, of the words
+        losses = {"caption": word_loss(self.head(hidden), target, cfg.reduction)}  # Eq. 6
         if changed is not None:
-            logits = self.judge(self.image_tokens(visual).flatten(1))  # section 3.1
+            logits = self.judge(self.image_tokens(z).flatten(1))  # section 3.1
             losses["judge"] = judge_loss(logits, changed, cfg.reduction)
         return losses
 
@@ -613,8 +616,8 @@ class IDC(nn.Module):
         visual = self.encode(before, after)
 
         def next_word(ids: Tensor) -> Tensor:
-            _, _, masks = self.causal(visual, ids, asked=1)
-            return self.head(masks[:, 0])
+            _, _, hidden = self.causal(visual, ids, asked=1)
+            return self.head(hidden[:, 0])
 
         return decode(next_word, before.shape[0], self.max_len, before.device)
 
@@ -674,8 +677,8 @@ PRESETS = {
 }  # fmt: skip
 
 # --variant released: where the released code differs from our default, with the places in
-# github.com/yaolinli/IDC at 6f3aabf. docs/released.md explains them, and what is not switched. The
-# defaults are the paper's, unless a comment says [ours].
+# github.com/yaolinli/IDC at 6f3aabf. docs/released.md explains them, and what is not switched. A
+# default is the paper's, unless a comment here or where it is used says [ours] or "as released".
 RELEASED = {
     "all": dict(  # for every data set
         swap=False,  # the default is [ours]: clver/data/dataset_pretrain_clver.py:45-46
@@ -734,13 +737,13 @@ def compute_losses(
 ) -> dict[str, Tensor]:
     """The losses of a task and their total, each a mean over the batches of a step: changed pairs
     and, in some data sets, distractor pairs. (A batch of "birds" is what Birds.batch returns.)
-    rewrites, for "fda", is like Negatives: pair ids -> (B, 6, L).
+    rewrites, for "fda": pair ids -> (B, 6, L), as by support.rewrites.Negatives.
 
-    In CLEVR-Change and mini, a scene has one pair of each kind: (before, after) and (before,
-    distractor) or, in half of the scenes of an epoch, (distractor, after) and (distractor, before)
-    [ours, as in SCORER]. The two batches stay separate because they share their first images
-    [ours]. A joint contrastive loss would treat an image as its own negative. (The released code
-    has one mixed batch. With reduction="sum", the mean over our two is half of its sum.)"""
+    In CLEVR-Change and mini, a scene has three pictures: before, after, and the distractor, which
+    is "before" in another view. Its pairs are (before, after) and (before, distractor). In half
+    of the scenes of an epoch, before and distractor are exchanged [ours, as in SCORER]. The two
+    batches stay separate [ours]: in a joint contrastive loss, an image would be its own negative.
+    (The released code has one mixed batch. With reduction="sum", its loss is twice ours.)"""
     losses: dict[str, Tensor] = {}
     for n, batch in enumerate(batches):
         if task == "birds":
@@ -754,7 +757,7 @@ def compute_losses(
         if task == "fda":  # a seventh of the pairs (as released), because each has seven captions
             count = max(1, len(batch.pair_ids) // (1 + REWRITES))
             inputs.append(rewrites(batch.pair_ids[:count]).to(cfg.device, non_blocking=True))
-        if task == "caption" and len(batches) == 2:  # otherwise there is nothing to judge
+        if task == "caption" and len(batches) == 2:  # with one, there are no distractors to judge
             is_changed = n == 0
             inputs.append(torch.full(batch.caption.shape[:1], is_changed, device=cfg.device))
         with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.on_cuda):
@@ -786,7 +789,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> tuple[IDC, dict]:
             pretrain(run, stage, first, sources[stage])
         first += cfg.pretrain_steps
     optimizer = torch.optim.Adam(model.parameters(), weight_decay=cfg.weight_decay, fused=True)
-    run.start(optimizer, "finetune", first, first + cfg.steps)
+    run.start(optimizer, "finetune", first, first + cfg.steps)  # take_step sets the rate
     for batches in dataset.train_batches(cfg.batch_size, cfg.seed, run.step - first, cfg.steps):
         if run.is_over():
             break
@@ -1004,16 +1007,16 @@ def released_mask_words(caption: Tensor, vocab_size: int, rate: float) -> tuple[
     return ids, caption.masked_fill(~(chosen | end), NULL)
 
 
-def released_cell_loss(predicted: Tensor, features: Tensor, masked: Tensor, tau: float) -> Tensor:
+def released_cell_loss(predicted: Tensor, features: Tensor, places: Tensor, tau: float) -> Tensor:
     """Like cell_loss, but the negatives are the predictions of unmasked cells and the features of
     the other masked cells. (Eq. 8 has the features of unmasked cells.)"""
-    is_masked = marked(masked, features.shape[0])
+    is_masked = marked(places, features.shape[0])
     with torch.autocast(features.device.type, enabled=False):
         p = F.normalize(upcast(predicted), dim=-1)
         f = F.normalize(features, dim=-1)
         candidates = torch.where(is_masked[:, None], f, p)
-        s = p[masked] @ candidates.T / tau  # (n, M)
-        return F.cross_entropy(s, masked)
+        s = p[places] @ candidates.T / tau  # (n, M)
+        return F.cross_entropy(s, places)
 
 
 def released_rate(cfg: Config, stage: str, step: int) -> float:

@@ -46,31 +46,11 @@ def results(
     if out_dir is None:
         total = protocol_scores(dataset, captions, references, quick=True)["total"]
         return {metric: total[metric] for metric in METRICS if metric in total}
-    predicted = [{"image_id": i, "caption": caption} for i, caption in captions.items()]
-    write_json(out_dir / f"captions_{split}.json", predicted)
-    annotations = []
-    for i, texts in references.items():
-        for text in texts:
-            row = {"id": len(annotations), "image_id": i, "caption": scored_text(dataset, text)}
-            annotations.append(row)
-    images = [{"id": i} for i in references]
-    write_json(out_dir / f"references_{split}.json", {"images": images, "annotations": annotations})
-
+    write_captions(dataset, split, captions, references, out_dir)
     count = len(dataset.pairs(*dataset.scenes))
     print(f"scoring {len(captions)} of {count} pairs", flush=True)  # METEOR may take minutes
-    groups = groups_of(dataset, split)
-    scores = protocol_scores(dataset, captions, references, groups)
-    for group, shares in pointing_scores(dataset, split, maps, groups).items():
-        scores[group] |= shares
     constant = one_caption(dataset, state)
-    scores[ONE_CAPTION] = {}
-    if constant is not None:
-        constant_captions = dict.fromkeys(captions, scored_text(dataset, constant))
-        scores[ONE_CAPTION] = protocol_scores(dataset, constant_captions, references)["total"]
-    scores[OTHER_PAIRS] = {}
-    others = captions_of_others(dataset, split, captions)
-    if others:
-        scores[OTHER_PAIRS] = protocol_scores(dataset, others, references, quick=True)["total"]
+    scores = scores_beside_controls(dataset, split, captions, references, maps, constant)
     if published and split == "test":
         for group, row in published.get(dataset.name, {}).items():
             scores[f"paper: {group}"] = row
@@ -103,6 +83,39 @@ def results(
     sample_sheet(dataset, split, captions, maps, notes or {}, out_dir / f"samples_{split}.png")
     print(f"captions, references, scores and samples of {split} are in {out_dir}")
     return scores["total"]
+
+
+def write_captions(dataset, split: str, captions: dict, references: dict, out_dir: Path) -> None:
+    """Writes captions and references as the metrics' usual files, by pair id."""
+    predicted = [{"image_id": i, "caption": caption} for i, caption in captions.items()]
+    write_json(out_dir / f"captions_{split}.json", predicted)
+    annotations = []
+    for i, texts in references.items():
+        for text in texts:
+            row = {"id": len(annotations), "image_id": i, "caption": scored_text(dataset, text)}
+            annotations.append(row)
+    images = [{"id": i} for i in references]
+    write_json(out_dir / f"references_{split}.json", {"images": images, "annotations": annotations})
+
+
+def scores_beside_controls(
+    dataset, split: str, captions: dict, references: dict, maps: dict, constant: str | None
+) -> dict[str, dict[str, float]]:
+    """The scores of every group, and those of two controls: `constant` as each pair's caption, and
+    captions of other pairs. A control that cannot be made has {}."""
+    groups = groups_of(dataset, split)
+    scores = protocol_scores(dataset, captions, references, groups)
+    for group, shares in pointing_scores(dataset, split, maps, groups).items():
+        scores[group] |= shares
+    scores[ONE_CAPTION] = {}
+    if constant is not None:
+        constant_captions = dict.fromkeys(captions, scored_text(dataset, constant))
+        scores[ONE_CAPTION] = protocol_scores(dataset, constant_captions, references)["total"]
+    scores[OTHER_PAIRS] = {}
+    others = captions_of_others(dataset, split, captions)
+    if others:
+        scores[OTHER_PAIRS] = protocol_scores(dataset, others, references, quick=True)["total"]
+    return scores
 
 
 def write_json(path: Path, content) -> None:
