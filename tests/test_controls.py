@@ -25,10 +25,12 @@ RUNS = {
     "scorer": (scorer_cbr, scorer_cbr.SCORER, {"w_cbr": 0.0}),
     "rr": (scorer_cbr, scorer_cbr.SCORER, {"w_match": 0.0, "w_cbr": 0.0}),
     "dirl-ccr": (dirl_ccr, dirl_ccr.DIRL, {}),
-    "dirl-ccr-no-l-dirl": (dirl_ccr, dirl_ccr.DIRL, {"w_dirl": 0.0}),
+    "ccr": (dirl_ccr, dirl_ccr.DIRL, {"w_dirl": 0.0}),
+    "dirl": (dirl_ccr, dirl_ccr.DIRL, {"w_ccr": 0.0}),
     "dirl-ccr-weights": (dirl_ccr, dirl_ccr.DIRL, {}),
     "dirl-ccr-no-positions": (dirl_ccr, dirl_ccr.DIRL, {"use_coords": False}),
     "rdd-acr": (rdd_acr, rdd_acr.RDD, {}),
+    "rdd-acr-no-losses": (rdd_acr, rdd_acr.RDD, {"w_n2o": 0.0, "w_v2a": 0.0}),
     "rdd-acr-no-residuals": (rdd_acr, rdd_acr.RDD, {"residual": False}),
     "cheers": (cheers, cheers.CHEERS, {}),
     "idc": (idc_pretrain, idc_pretrain.IDC, {}),
@@ -76,7 +78,8 @@ def test_uniform_attention_is_in_the_box_by_chance():
     """A box of 12 x 8 pixels covers one cell and half of another, 1.5 of 64."""
     inside = measures.covered([[8, 8, 12, 8], None])
     assert inside.sum(1).tolist() == [1.5, 0]
-    told = noted(measures.tell_inside, "x", torch.ones(2, 64), inside)
+    both = measures.Inside(inside, inside.roll(1, 0))
+    told = noted(measures.tell_inside, "x", torch.ones(2, 64), both)
     share, by_chance = told["x in the changed object's box, %"]
     assert share == pytest.approx(100 * 0.75 / 64)
     assert by_chance == pytest.approx(share)
@@ -90,6 +93,32 @@ def test_a_masked_cell_is_found_by_the_other_image_only_if_this_is_like_it():
     strangers = SimpleNamespace(before=Pairs.before, after=Pairs.after.roll(1, 0))
     assert measures.found_by_place(Pairs, 0.7) == 100
     assert measures.found_by_place(strangers, 0.7) < 5
+
+
+def test_slopes_are_the_squared_norms_of_derivatives():
+    """Object k of this model is a linear map of cell k of both images, with known weights."""
+    torch.manual_seed(0)
+    weights = torch.randn(3, 4, 4)
+
+    class Linear:
+        def encode(self, before, after):
+            cells = (before + 2 * after).flatten(2).mT[:, :3]  # (B, 3, C)
+            objects = SimpleNamespace(vectors=torch.einsum("bkc,kcd->bkd", cells, weights))
+            return None, objects, objects
+
+    repeated = Pairs.before[:1].repeat(2000, 1, 1, 1)  # the mean over many random u
+    slopes = measures.slopes_of(Linear(), repeated, repeated)["objects"].mean(0)
+    expected = torch.zeros(3, 64)
+    for k in range(3):
+        expected[k, k] = (1 + 2**2) * weights[k].square().sum()
+    torch.testing.assert_close(slopes, expected, rtol=0.1, atol=0)
+
+
+def test_each_word_of_a_caption_is_of_a_kind():
+    caption = "the large red cube that is left of the gray sphere became metal"
+    name, value, place, other, rest = measures.WORD_KINDS
+    kinds = [rest, name, name, name, rest, rest, place, rest, rest, other, other, rest, value]
+    assert measures.word_kinds(caption) == kinds
 
 
 def test_a_cell_of_a_table_is_a_mean_with_its_range():

@@ -33,11 +33,16 @@ COLUMNS = {
     },
     "DIRL+CCR": {
         "trained": "DIRL+CCR",
-        "without L_dirl": "DIRL+CCR, no L_dirl",
+        "without L_dirl": "CCR",
+        "without L_ccr": "DIRL",
         "CLEVR-Change's weights": "DIRL+CCR, weights",
         "Y without positions": "DIRL+CCR, no positions",
     },
-    "RDD+ACR": {"trained": "RDD+ACR", "without residuals": "RDD+ACR, no residuals"},
+    "RDD+ACR": {
+        "trained": "RDD+ACR",
+        "without L_N2O and L_V2A": "RDD+ACR, no losses",
+        "without residuals": "RDD+ACR, no residuals",
+    },
     "CHEERS": {"trained": "CHEERS"},
     "IDC": {
         "trained": "IDC",

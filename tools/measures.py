@@ -9,6 +9,7 @@ import copy
 import math
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ from matching import token_match
 from support import report, rewrites
 from support.captioner import Captioner
 from support.extractors import load_clip
-from support.mini.scenes import SIDE
+from support.mini.scenes import ATTRIBUTES, SIDE
 from support.mini.sentences import truth_of
 from support.text import read_captions, segments
 
@@ -36,6 +37,13 @@ GRID = 8  # cells of mini, from left to right and from top to bottom
 CELL = SIDE // GRID  # pixels: the side of a cell
 
 # ---- pairs and models ----------------------------------------------------------------------------
+
+
+class Inside(NamedTuple):
+    """How much of each cell is in a box, (B, N)."""
+
+    changed: Tensor  # in the changed object's
+    unchanged: Tensor  # in an unchanged object's, the mean over those of the pair
 
 
 class Test:
@@ -56,8 +64,24 @@ class Test:
         self.unchanged = batch.after  # the unchanged picture of the same scene
         self.unchanged_caption = batch.caption
         self.boxes = [self.dataset.boxes[pair.id] for pair in self.pairs]  # (before, after)
-        self.in_before = covered([before for before, _ in self.boxes])  # (B, N)
-        self.in_after = covered([after for _, after in self.boxes])
+        self.set_inside()
+
+    def set_inside(self) -> None:
+        """Where objects are, in "before", in "after" and in either of them."""
+        before = covered([before for before, _ in self.boxes])
+        after = covered([after for _, after in self.boxes])
+        means = {"before": [], "after": [], "either": []}
+        for pair in self.pairs:
+            both = list(unchanged_objects(truth_of(pair.id, self.dataset.root)))
+            old = covered([item["box"] for item, _ in both])  # (objects, N)
+            new = covered([item["box"] for _, item in both])
+            means["before"].append(old.mean(0))
+            means["after"].append(new.mean(0))
+            means["either"].append(torch.maximum(old, new).mean(0))
+        others = {name: torch.stack(of_pairs) for name, of_pairs in means.items()}
+        self.in_before = Inside(before, others["before"])
+        self.in_after = Inside(after, others["after"])
+        self.in_either = Inside(torch.maximum(before, after), others["either"])
 
     def objects(self, pairs: int):
         """The objects that both images have, of those of the first pairs whose objects keep their
@@ -71,6 +95,17 @@ class Test:
             for number, (old, new) in enumerate(both):
                 what = truth["type"] if number == truth["changed"] else "unchanged"
                 yield n, what, middle(old["box"]), middle(new["box"])
+
+
+def unchanged_objects(truth: dict):
+    """The objects of a scene that did not change, as they are in both images."""
+    old = list(truth["objects"]["default"])
+    new = list(truth["objects"]["semantic"])
+    if truth["type"] != "add":
+        del old[truth["changed"]]
+    if truth["type"] != "drop":
+        del new[truth["changed"]]
+    return zip(old, new, strict=True)
 
 
 def covered(boxes: list) -> Tensor:
@@ -113,23 +148,26 @@ def share_of_first(batches: list[Tensor]) -> Tensor:
 # ---- measures ------------------------------------------------------------------------------------
 
 
-def tell_inside(tell, name: str, weight: Tensor, inside: Tensor) -> None:
-    """How much of an attention (B, N) is in the box of the changed object."""
+def tell_inside(tell, name: str, weight: Tensor, inside: Inside) -> None:
+    """How much of an attention (B, N) is in the box of the changed object, and of the others."""
     weight = weight / weight.sum(1, keepdim=True)
-    share = 100 * (weight * inside).sum(1).mean()
-    tell(f"{name} in the changed object's box, %", share, 100 * inside.mean())
-    share = 100 * (weight.roll(1, 0) * inside).sum(1).mean()
-    tell(f"{name} of another pair in that box, %", share)
+    share = 100 * (weight * inside.changed).sum(1).mean()
+    tell(f"{name} in the changed object's box, %", share, 100 * inside.changed.mean())
+    share = 100 * (weight * inside.unchanged).sum(1).mean()
+    tell(f"{name} in an unchanged object's box, %", share, 100 * inside.unchanged.mean())
+    share = 100 * (weight.roll(1, 0) * inside.changed).sum(1).mean()
+    tell(f"{name} of another pair in the changed object's box, %", share)
 
 
 def tell_decoder(tell, test: Test, run: Captioner, *inputs: Tensor) -> None:
     """Where the decoder looks as it reads the reference. IDC has a map of each image."""
     maps = run.model.attention_map(test.before, test.after, test.caption, *inputs)
     weight = next(iter(maps.values())).flatten(1)
-    inside = torch.maximum(test.in_before, test.in_after)
+    inside = test.in_either
     if "after" in maps:
         weight = torch.cat([maps["before"].flatten(1), maps["after"].flatten(1)], 1)
-        inside = torch.cat([test.in_before, test.in_after], 1)
+        both = zip(test.in_before, test.in_after, strict=True)
+        inside = Inside(*[torch.cat(sides, 1) for sides in both])
     tell_inside(tell, "the decoder's attention", weight, inside)
 
 
@@ -156,11 +194,17 @@ def measure_scorer(tell, test: Test, run: Captioner) -> None:
     finds = {}  # what happened to an object -> whether its middle cell chooses its middle cell
     stays = {}  # whether this is the same cell of the picture
     for n, what, cell, target in test.objects(len(chosen)):
-        finds.setdefault(what, []).append(int(chosen[n, cell]) == target)
-        stays.setdefault(what, []).append(cell == target)
+        kinds = [what]
+        if cell != target:
+            kinds.append(f"{what}, now in another cell")
+        for kind in kinds:
+            finds.setdefault(kind, []).append(int(chosen[n, cell]) == target)
+            stays.setdefault(kind, []).append(cell == target)
     for what in ("unchanged", "color", "material", "move"):
-        measure = f"an object's middle cell chooses the object ({what}), %"
-        tell(measure, report.percent(finds[what]), report.percent(stays[what]))
+        for kind in (what, f"{what}, now in another cell"):
+            if kind in finds:
+                measure = f"an object's middle cell chooses the object ({kind}), %"
+                tell(measure, report.percent(finds[kind]), report.percent(stays[kind]))
     tell_decoder(tell, test, run)
     if model.cfg.w_cbr:
         difference, x_bef, x_aft, _ = model.encode(test.before, test.after)
@@ -170,6 +214,8 @@ def measure_scorer(tell, test: Test, run: Captioner) -> None:
         tell_cbr(tell, "its sentence", model, x_bef, sentence, x_aft, x_unchanged)
         strangers = sentence.roll(1, 0)
         tell_cbr(tell, "another pair's sentence", model, x_bef, strangers, x_aft, x_unchanged)
+        nothing = torch.zeros_like(sentence)
+        tell_cbr(tell, "no sentence", model, x_bef, nothing, x_aft, x_unchanged)
         s = [model.reasoning.similarity(x, y) for x, y in blocks(16, x_bef, x_aft)]
         tell('CBR, X_bef in place of X_hat: "after" found among 16, %', share_of_first(s))
 
@@ -196,6 +242,7 @@ def measure_dirl(tell, test: Test, run: Captioner) -> None:
         tell_channels(tell, "Y", lambda features: y_of(model, features), test)
         tell_loss(tell, model, test)
     tell_channels(tell, "X", model.embed, test)
+    tell_words(tell, model, test)
     tell_decoder(tell, test, run)
 
 
@@ -215,6 +262,30 @@ def tell_loss(tell, model: dirl_ccr.DIRL, test: Test) -> None:
     for whose, other in {"": after, ', "after" of another pair': after.roll(1, 0)}.items():
         c = dirl_ccr.channel_correlation(before, other, 1e-5)
         tell(f"L_dirl{whose}", dirl_ccr.dirl_loss(c, model.cfg.alpha))
+
+
+def tell_words(tell, model: dirl_ccr.DIRL, test: Test) -> None:
+    """Eq. 12-13: do the words of a caption find what they attended to in their pair's difference?
+    And what they would attend to in another pair's? And do another pair's words, which in the
+    decoder's first layer have seen this difference?"""
+    difference, *_ = model.encode(test.before, test.after)
+
+    def read(caption: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        _, words, visual, _ = model.decoder(caption, d)
+        valid = caption != NULL
+        return masked_mean(words, valid), masked_mean(visual, valid)  # Eq. 12
+
+    words, visual = read(test.caption, difference)
+    _, elsewhere = read(test.caption, difference.roll(1, 0))
+    strangers, _ = read(test.caption.roll(1, 0), difference)
+    both = {
+        "words find what they attended to": (words, visual),
+        "words find what they attend to in another pair's pictures": (words, elsewhere),
+        "another pair's words find it in these pictures": (strangers, visual),
+    }
+    for name, rows in both.items():
+        s = [a @ b.T for a, b in blocks(16, *rows)]  # Eq. 13
+        tell(f"{name}, among 16, %", share_of_first(s), 100 / 16)
 
 
 def tell_channels(tell, name: str, layer, test: Test) -> None:
@@ -240,17 +311,22 @@ def tell_channels(tell, name: str, layer, test: Test) -> None:
 
 
 def measure_rdd(tell, test: Test, run: Captioner) -> None:
-    """Where do vectors look (Eq. 7), how alike are they, and do phrases find them (Eq. 10-12)?"""
+    """Where do vectors look (Eq. 7), which cells change them, how alike are they, and do phrases
+    find them (Eq. 10-12)?"""
     model = run.model
     _, objects, actions = model.encode(test.before, test.after)
+    over_cells = model.vector_attention(objects, actions)["objects"]
+    tell_inside(tell, "objects' attention", over_cells.mean(1), test.in_either)
+    slopes = slopes_of(model, test.before, test.after)
     vectors = {"objects": objects.vectors, "actions": actions.vectors}
-    inside = torch.maximum(test.in_before, test.in_after)
-    for name, weight in model.vector_attention(objects, actions).items():
-        tell_inside(tell, f"{name}' attention", weight.mean(1), inside)
-        x = F.normalize(vectors[name], dim=-1)
+    for name, x in vectors.items():
+        tell_inside(tell, f"slopes of {name}", slopes[name].mean(1), test.in_either)
+        x = F.normalize(x, dim=-1)
         cosines = (x @ x.mT)[:, ~torch.eye(x.shape[1], dtype=torch.bool)]
         tell(f"cosine of two {name} of a pair", cosines.mean())
     tell_decoder(tell, test, run)
+    if not model.cfg.w_n2o:  # then there is no adapter
+        return
     templates = test.dataset.settings.templates
     readings = read_captions(segments, sorted(set(test.texts)), templates)
     clip, tokenizer, _ = load_clip(model.cfg.clip, "cpu")
@@ -274,6 +350,28 @@ def measure_rdd(tell, test: Test, run: Captioner) -> None:
             tell(f"{kind} find {name} of the pair among 32, %", share_of_first(found), by_chance)
 
 
+def slopes_of(model: rdd_acr.RDD, before: Tensor, after: Tensor) -> dict[str, Tensor]:
+    """How much each cell's features, of both images, change each vector, through every layer: the
+    squared norm of the vector's derivative -> "objects", "actions", each (B, K, N).
+
+    For a derivative J and a random u of variance 1, |u J|^2 has the mean |J|^2."""
+    torch.manual_seed(0)
+    images = [before.clone().requires_grad_(), after.clone().requires_grad_()]
+    slopes = {}
+    with torch.enable_grad():
+        _, objects, actions = model.encode(*images)
+        for name, vectors in {"objects": objects.vectors, "actions": actions.vectors}.items():
+            maps = []
+            for k in range(vectors.shape[1]):
+                u = torch.randn_like(vectors[:, k])
+                product = (vectors[:, k] * u).sum()
+                by_before, by_after = torch.autograd.grad(product, images, retain_graph=True)
+                squares = by_before.square() + by_after.square()  # (B, C, H, W)
+                maps.append(squares.sum(1).flatten(1))
+            slopes[name] = torch.stack(maps, 1)
+    return slopes
+
+
 def measure_cheers(tell, test: Test, run: Captioner) -> None:
     """What do other entities do to captions and gates (Eq. 14), and do maps point (Eq. 2-5)?"""
     model = run.model
@@ -285,17 +383,53 @@ def measure_cheers(tell, test: Test, run: Captioner) -> None:
         captions = dict(zip(references, run.vocab.decode(ids), strict=True))
         found = scores.score(captions, references, quick=True)["total"]["CIDEr"]
         tell(f"semantic CIDEr with {name} entities", found)
-    is_word = test.caption[:, 1:] != NULL
     for name in ("its", "another pair's"):
         alpha, _ = gates(model, test, conditions[name], test.caption)
-        tell(f"alpha at words 2 to 5, {name} entities", alpha[:, 1:5].mean())
-        tell(f"alpha at later words, {name} entities", alpha[:, 5:-1][is_word[:, 5:]].mean())
-    for name, p in maps_of(model, test, own).items():
-        tell(f"spread over cells of sigmoid(P^), {name}", p.sigmoid().std(1).mean())
-    e = model.project(own)
-    m = cheers.max_probability(e, model.embed(test.after), model.hrd[0].entity_dre.log_scale.exp())
-    tell_inside(tell, "m of entities", m, test.in_after)
+        at_words = {}  # kind of word -> alpha where it is predicted
+        for n, ids in enumerate(test.caption):
+            (text,) = run.vocab.decode(ids[None])
+            for t, kind in enumerate(word_kinds(text)):
+                at_words.setdefault(kind, []).append(alpha[n, t])
+        for kind in WORD_KINDS:
+            tell(f"alpha at {kind}, {name} entities", torch.stack(at_words[kind]).mean())
+    for name, (m, p) in maps_of(model, test, own).items():
+        tell(f"m of {name}, mean", m.mean())
+        tell(f"m of {name}, spread over cells", m.std(1).mean())
+        tell(f"sigmoid(P^) of {name}, spread over cells", p.sigmoid().std(1).mean())
+    m, _ = maps_of(model, test, own)["DRE(E, F_i)"]
+    _, of_after = m.chunk(2)
+    tell_inside(tell, "m of entities", of_after, test.in_after)
     tell_decoder(tell, test, run, own)
+
+
+WORD_KINDS = (
+    "the changed object's name",
+    "the new value",
+    "places",
+    "another object's name",
+    "other words",
+)
+
+
+def word_kinds(caption: str) -> list[str]:
+    """Which of WORD_KINDS each word of a caption of mini is. A name ends with a shape, so what
+    follows the last shape is the new value."""
+    words = caption.split()
+    names = {word for of_one in ATTRIBUTES.values() for word in of_one}
+    shapes = [n for n, word in enumerate(words) if word in ATTRIBUTES["shape"]]
+    kinds = []
+    for n, word in enumerate(words):
+        kind = "other words"
+        if word in ("left", "right", "front", "behind"):
+            kind = "places"
+        elif word in names and n <= shapes[0]:
+            kind = "the changed object's name"
+        elif word in names and n > shapes[-1]:
+            kind = "the new value"
+        elif word in names:
+            kind = "another object's name"
+        kinds.append(kind)
+    return kinds
 
 
 def gates(model: cheers.CHEERS, test: Test, entities: Tensor, ids: Tensor) -> tuple:
@@ -311,17 +445,25 @@ def gates(model: cheers.CHEERS, test: Test, entities: Tensor, ids: Tensor) -> tu
     return alpha, beta
 
 
-def maps_of(model: cheers.CHEERS, test: Test, entities: Tensor) -> dict[str, Tensor]:
-    """The four maps P^ of the first layer, as in HRD's table, each (2B, N, D)."""
-    _, _, (layer, *_) = model.encode(test.before, test.after, entities)
-    common, entity_common = layer.common_maps
-    different, entity_different = layer.different_maps
-    return {
-        "CRE(F_j, F_i)": common,
-        "DRE(E, F_i)": entity_common,
-        "DRE(F_i, F_i - shared)": different,
-        "CRE(E, F_i - shared)": entity_different,
+def maps_of(model: cheers.CHEERS, test: Test, entities: Tensor) -> dict[str, tuple]:
+    """The four maps of the first layer, as in HRD's table: m of Eq. 3 or, in a DRE, 1 - m of Eq. 5
+    (2B, N), and P^ (2B, N, D)."""
+    _, e, (layer, *_) = model.encode(test.before, test.after, entities)
+    e = torch.cat([e, e])
+    raw = model.embed(torch.cat([test.before, test.after]))
+    rest = raw - layer.shared
+    hrd = model.hrd[0]
+    maps = {  # the map, its source and its target
+        "CRE(F_j, F_i)": (hrd.cre, cheers.other_image(raw), raw),
+        "DRE(E, F_i)": (hrd.entity_dre, e, raw),
+        "DRE(F_i, F_i - shared)": (hrd.dre, raw, rest),
+        "CRE(E, F_i - shared)": (hrd.entity_cre, e, rest),
     }
+    both = {}
+    for name, (layer, source, target) in maps.items():
+        m = cheers.max_probability(source, target, layer.log_scale.exp())
+        both[name] = (m, layer(source, target))
+    return both
 
 
 def measure_idc(tell, test: Test, run: Captioner) -> None:

@@ -413,7 +413,7 @@ def write_tables() -> None:
                 "missing or, if these compute the same, note it by tools/fingerprint.py --against"
             )
     own = [record for record in results["records"] if record["row"] in OWN_CODE]
-    shown = [row for row in ROWS if row not in OF_PAPERS]
+    shown = [row for row in ROWS if row not in {*OF_PAPERS, *FEWER}]
     shown += [row for row in OWN_CODE if ciders(own, row)]
     fill(RESULTS, "results", lambda _: results_table(records + own, shown, COLUMNS))
     fill(RESULTS, "claims", lambda table: filled(table, claim_cells, records))

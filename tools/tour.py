@@ -11,7 +11,19 @@ import numpy as np
 import torch
 from controls import validations
 from matplotlib.patches import Rectangle
-from measures import CELL, GRID, METHODS, Test, gates, maps_of, matching_of, middle, untrained, y_of
+from measures import (
+    CELL,
+    GRID,
+    METHODS,
+    Test,
+    gates,
+    maps_of,
+    matching_of,
+    middle,
+    slopes_of,
+    untrained,
+    y_of,
+)
 from results import finished
 
 import cheers
@@ -121,39 +133,47 @@ def draw_scorer(figure, test: Test, run: Captioner, without: Captioner) -> None:
 def draw_dirl(figure, test: Test, run: Captioner, _) -> None:
     """C of Eq. 3, also between strangers; the diagonals, also of X in place of Y."""
     model = run.model
-    diagonals = {}
-    for name, layer in {"Y": lambda x: y_of(model, x), "X": model.embed}.items():
+    spans = {"Y": (0.9, 1), "X": (0, 1)}
+    layers = {"Y": lambda x: y_of(model, x), "X": model.embed}
+    for n, (name, layer) in enumerate(layers.items()):
         before = layer(test.before)
         after = layer(test.after)
+        diagonals = {}
         for whose, other in {"own": after, "another pair's": after.roll(1, 0)}.items():
             c = dirl_ccr.channel_correlation(before, other, model.cfg.channel_eps)
-            diagonals[f"{name}, {whose}"] = c.diagonal().numpy()
+            diagonals[f"{whose} after"] = c.diagonal().numpy()
             if name == "Y":
                 order = c.diagonal().argsort(descending=True)
                 left = PAIR * (len(diagonals) - 1)
                 draw_matrix(figure, left, f"C of Y, {whose} after", c[order][:, order], (-1, 1))
-    axes = figure.add_axes((2 * PAIR + 0.2, 0, 2.6, 2.4), title="number of channels by C_ii")
-    look = {"histtype": "step", "linewidth": 2}
-    axes.hist(list(diagonals.values()), 20, range=(0, 1), label=list(diagonals), **look)
-    axes.legend(loc="upper left")
+        title = f"number of channels by C_ii of {name}"
+        axes = figure.add_axes((n * PAIR, -3, 2.6, 2.2), title=title)
+        look = {"histtype": "step", "linewidth": 2}
+        axes.hist(list(diagonals.values()), 20, range=spans[name], label=list(diagonals), **look)
+        axes.legend(loc="upper left")
 
 
-def draw_rdd(figure, test: Test, run: Captioner, bare: Captioner) -> None:
-    """Where four object and four action vectors look; below, those of a run without residuals."""
+def draw_rdd(figure, test: Test, run: Captioner, without: Captioner) -> None:
+    """Where four object vectors look, and those of a run without L_N2O and L_V2A. Below, which
+    cells change four action vectors."""
+    images = [test.before[:5], test.after[:5]]
+    rows = {}
+    for end, model in {"": run.model, ", no losses": without.model}.items():
+        _, objects, actions = model.encode(*images)
+        rows[f"object %d{end}"] = model.vector_attention(objects, actions)["objects"]
+    slopes = slopes_of(run.model, *images)["actions"]
+    rows["slopes of action %d"] = slopes / slopes.sum(-1, keepdim=True)
     _, after = test.dataset.pictures(test.pairs[MATERIAL])
     _, box = test.boxes[MATERIAL]
-    for end, model in {"": run.model, ", bare": bare.model}.items():
-        _, objects, actions = model.encode(test.before[:5], test.after[:5])
-        for name, weight in model.vector_attention(objects, actions).items():
-            levels = N * weight[MATERIAL].unflatten(-1, (GRID, GRID)).numpy()
-            panels = []
-            for k in range(4):
-                panels.append((f"{name[:-1]} {k + 1}{end}", after, levels[k], {"white": box}))
-            draw_row(figure, 0, -len(figure.axes) / 4 * ROW, panels)  # below earlier rows
+    for n, (title, weight) in enumerate(rows.items()):
+        levels = N * weight[MATERIAL].unflatten(-1, (GRID, GRID)).numpy()
+        panels = [(title % (k + 1), after, levels[k], {"white": box}) for k in range(4)]
+        draw_row(figure, 0, -n * ROW, panels)
 
 
 def draw_cheers(figure, test: Test, run: Captioner, _) -> None:
-    """The gates at each word, with the right entities and with others. sigmoid(P^) of "after"."""
+    """The gates at each word, with the right entities and with others. Below, m of "after",
+    from its least to its largest value, and sigmoid(P^) from 0 to 1."""
     entities = cheers.entities_of(test.dataset, run.model.cfg, run.state)
     own = entities(test.images)
     ids = run.model.generate(test.before, test.after, own)
@@ -168,11 +188,18 @@ def draw_cheers(figure, test: Test, run: Captioner, _) -> None:
     pictures = test.dataset.pictures(test.pairs[MATERIAL])
     panels = [(title, x, None, {}) for title, x in zip(("before", "after"), pictures, strict=True)]
     draw_row(figure, left, 0, panels)
-    for n, (name, p) in enumerate(maps_of(run.model, test, own).items()):
-        axes = figure.add_axes((n * 1.25 * STEP, -ROW - 0.9, SIDE, SIDE), title=name)
+    for n, (name, (m, p)) in enumerate(maps_of(run.model, test, own).items()):
+        _, m_of_after = m.chunk(2)
+        _, p_of_after = p.sigmoid().mean(-1).chunk(2)
+        m_of_after = m_of_after[MATERIAL].view(GRID, GRID)
+        least, largest = m_of_after.min().item(), m_of_after.max().item()
+        title = f"{name}\nm, {least:.3f} to {largest:.3f}"
+        axes = figure.add_axes((n * 1.25 * STEP, -ROW - 1.1, SIDE, SIDE), title=title)
+        axes.imshow(m_of_after, cmap=COLOURS, vmin=least, vmax=largest)
         axes.set_axis_off()
-        _, of_after = p.sigmoid().mean(-1).chunk(2)
-        axes.imshow(of_after[MATERIAL].view(GRID, GRID), cmap=COLOURS, vmin=0, vmax=1)
+        axes = figure.add_axes((n * 1.25 * STEP, -2 * ROW - 1.1, SIDE, SIDE), title="sigmoid(P^)")
+        axes.imshow(p_of_after[MATERIAL].view(GRID, GRID), cmap=COLOURS, vmin=0, vmax=1)
+        axes.set_axis_off()
 
 
 def draw_idc(figure, test: Test, run: Captioner, pretrained: Captioner) -> None:
@@ -206,7 +233,7 @@ def draw_idc(figure, test: Test, run: Captioner, pretrained: Captioner) -> None:
 DRAWINGS = {  # row -> its drawing, and the row of the second run that this needs
     "SCORER+CBR": (draw_scorer, "RR"),
     "DIRL+CCR": (draw_dirl, ""),
-    "RDD+ACR": (draw_rdd, "RDD+ACR, no residuals"),
+    "RDD+ACR": (draw_rdd, "RDD+ACR, no losses"),
     "CHEERS": (draw_cheers, ""),
     "IDC": (draw_idc, ""),
 }
