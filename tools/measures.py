@@ -2,7 +2,7 @@
 tools/tour.py draws some. Not a test.
 
 If a measure says nothing else, it is a mean over the changed test pairs, and "another pair" is the
-next one of these. A measure calls tell(what is measured, value, the same without a model).
+one before it. A measure calls tell(what is measured, value, the same without a model).
 """
 
 import copy
@@ -30,7 +30,7 @@ from support import report, rewrites
 from support.captioner import Captioner
 from support.extractors import load_clip
 from support.mini.scenes import ATTRIBUTES, SIDE
-from support.mini.sentences import truth_of
+from support.mini.sentences import named_attributes, truth_of
 from support.text import read_captions, segments
 
 GRID = 8  # cells of mini, from left to right and from top to bottom
@@ -301,7 +301,7 @@ def tell_channels(tell, name: str, layer, test: Test) -> None:
     tell(f'C_ii of {name}, "after" of another pair', agreement(before, after.roll(1, 0)))
     tell(f"C_ii of {name}, features set to 0", agreement(nothing, nothing))
     in_cell = before.mean(0)  # of each cell, over all pairs
-    share = in_cell.var(0) / before.flatten(0, 1).var(0)
+    share = in_cell.var(0, correction=0) / before.flatten(0, 1).var(0, correction=0)
     before = before - in_cell
     after = after - after.mean(0)
     tell(f"C_ii of {name} without cells' means", agreement(before, after))
@@ -320,7 +320,7 @@ def measure_rdd(tell, test: Test, run: Captioner) -> None:
     slopes = slopes_of(model, test.before, test.after)
     vectors = {"objects": objects.vectors, "actions": actions.vectors}
     for name, x in vectors.items():
-        tell_inside(tell, f"slopes of {name}", slopes[name].mean(1), test.in_either)
+        tell_inside(tell, f"slopes of {name}", slopes[name].mean(1).sqrt(), test.in_either)
         x = F.normalize(x, dim=-1)
         cosines = (x @ x.mT)[:, ~torch.eye(x.shape[1], dtype=torch.bool)]
         tell(f"cosine of two {name} of a pair", cosines.mean())
@@ -352,9 +352,8 @@ def measure_rdd(tell, test: Test, run: Captioner) -> None:
 
 def slopes_of(model: rdd_acr.RDD, before: Tensor, after: Tensor) -> dict[str, Tensor]:
     """How much each cell's features, of both images, change each vector, through every layer: the
-    squared norm of the vector's derivative -> "objects", "actions", each (B, K, N).
-
-    For a derivative J and a random u of variance 1, |u J|^2 has the mean |J|^2."""
+    squared norm of the vector's derivative -> "objects", "actions", each (B, K, N). For a
+    derivative J and a random u of variance 1, |u J|^2 has the mean |J|^2."""
     torch.manual_seed(0)
     images = [before.clone().requires_grad_(), after.clone().requires_grad_()]
     slopes = {}
@@ -375,7 +374,10 @@ def slopes_of(model: rdd_acr.RDD, before: Tensor, after: Tensor) -> dict[str, Te
 def measure_cheers(tell, test: Test, run: Captioner) -> None:
     """What do other entities do to captions and gates (Eq. 14), and do maps point (Eq. 2-5)?"""
     model = run.model
-    own = cheers.entities_of(test.dataset, model.cfg, run.state)(test.images)
+    entities = cheers.entities_of(test.dataset, model.cfg, run.state)
+    own = entities(test.images)
+    notes = [entities.note(names) for names in test.images]
+    tell_entities(tell, test, notes)
     conditions = {"its": own, "another pair's": own.roll(1, 0), "no": torch.zeros_like(own)}
     references = {pair.id: pair.captions for pair in test.pairs}
     for name, entities in conditions.items():
@@ -400,6 +402,26 @@ def measure_cheers(tell, test: Test, run: Captioner) -> None:
     _, of_after = m.chunk(2)
     tell_inside(tell, "m of entities", of_after, test.in_after)
     tell_decoder(tell, test, run, own)
+
+
+def tell_entities(tell, test: Test, notes: list[str]) -> None:
+    """Does one of a pair's entities fit its changed object, as it is in one of the images?"""
+    hits = []
+    by_chance = []
+    for n, pair in enumerate(test.pairs):
+        truth = truth_of(pair.id, test.dataset.root)
+        changed = truth["changed"]
+        scenes = []
+        if truth["type"] != "add":
+            scenes.append(truth["objects"]["default"][changed])
+        if truth["type"] != "drop":
+            scenes.append(truth["objects"]["semantic"][changed])
+        for found, note in ((hits, notes[n]), (by_chance, notes[n - 1])):
+            _, _, phrases = note.partition(": ")
+            named = [named_attributes(phrase.split()) for phrase in phrases.split(", ")]
+            found.append(any(name.items() <= item.items() for name in named for item in scenes))
+    share = report.percent(hits)
+    tell("an entity fits the changed object, %", share, report.percent(by_chance))
 
 
 WORD_KINDS = (

@@ -161,7 +161,7 @@ def draw_rdd(figure, test: Test, run: Captioner, without: Captioner) -> None:
     for end, model in {"": run.model, ", no losses": without.model}.items():
         _, objects, actions = model.encode(*images)
         rows[f"object %d{end}"] = model.vector_attention(objects, actions)["objects"]
-    slopes = slopes_of(run.model, *images)["actions"]
+    slopes = slopes_of(run.model, *images)["actions"].sqrt()
     rows["slopes of action %d"] = slopes / slopes.sum(-1, keepdim=True)
     _, after = test.dataset.pictures(test.pairs[MATERIAL])
     _, box = test.boxes[MATERIAL]
