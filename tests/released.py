@@ -17,6 +17,36 @@ import idc_pretrain
 # Data set -> words of the vocabulary, longest caption, channels with coordinates
 SIZES = {"clevr_change": (76, 24, 1026), "clevr_dc": (87, 40, 1024)}
 RECORDED = Path(__file__).with_name("released.json")
+IDS = 8  # of a greedy caption are recorded
+# Method and data set or stage -> their parameters of whose gradients the norms are recorded
+GRADIENTS = {
+    ("SCORER", "clevr_change"): [
+        "img.0.weight",
+        "core.embed.weight",
+        "scorer.1.attention.query.weight",
+        "scorer.1.attention.logit_scale",
+    ],
+    ("DIRL", "clevr_change"): [
+        "img.0.weight",
+        "core.embed.weight",
+        "mlp.0.weight",
+        "transformer.0.attention.in_proj_weight",
+    ],
+    ("IDC", "pretrain"): [
+        "img_project.0.weight",
+        "word_embedding.weight",
+        "position_encoding.type_pe.weight",
+        "double_img_encoder.layers.0.attn.q_linear.weight",
+        "encoder.layers.2.attn.v_linear.weight",
+    ],
+    ("IDC", "finetune"): [
+        "img_project.0.weight",
+        "word_embedding.weight",
+        "single_img_encoder.layers.0.attn.k_linear.weight",
+        "pooler.0.weight",
+    ],
+}
+GRADIENTS["DIRL", "clevr_dc"] = GRADIENTS["DIRL", "clevr_change"]
 NAMES = dict[str, tuple]  # their parameter -> (our name, or names of its parts, or None; shape)
 
 
@@ -52,9 +82,9 @@ def merged(maps: dict[int, NAMES]) -> NAMES:
     return result
 
 
-def scorer_names() -> dict[int, NAMES]:
-    """Base stream -> names of SCORER's encoder, decoder and CBR. Only the scale of the last layer
-    is used."""
+def scorer_names(layers: int = 2) -> dict[int, NAMES]:
+    """Base stream -> names of SCORER's encoder, decoder and CBR. Only the scale of the last of the
+    encoder's layers is used."""
     encoder = linear("img.0", "embed.conv", 512, 1026, 1, 1)
     encoder |= linear("embed_fc.0", "fuse.project", 512, 1024)
     encoder["w_embedding.weight"] = ("embed.position.col.weight", (14, 256))
@@ -64,7 +94,7 @@ def scorer_names() -> dict[int, NAMES]:
         for name in ("query", "key", "value"):
             encoder |= linear(f"{theirs}.{name}", f"cross_view.{i}.attention.{name}", 512, 512)
         encoder |= linear(f"{theirs}.layer_norm", f"cross_view.{i}.norm", 512)
-        encoder[f"{theirs}.logit_scale"] = ("match.log_scale" if i == 1 else None, ())
+        encoder[f"{theirs}.logit_scale"] = ("match.log_scale" if i == layers - 1 else None, ())
     decoder = linear("core.fc.0", "decoder.project", 512, 300)
     decoder |= linear("core.fc.2", "decoder.norm", 512)
     decoder |= linear("logit", "decoder.head", 76, 512)
@@ -211,6 +241,8 @@ def streams(maps: dict[int, NAMES]) -> Iterator[tuple[str, torch.Tensor]]:
             n = math.prod(shape)
             scale = (n / shape[0]) ** -0.5 if len(shape) > 1 else 0.02
             value = torch.from_numpy((hashed(n, base + j) * scale).astype(np.float32))
+            if theirs == "logit.bias":
+                value[:4] = -1  # otherwise, greedy captions may have no word
             yield theirs, value.double().reshape(shape)
 
 

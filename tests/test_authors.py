@@ -12,6 +12,7 @@ import pytest
 import released
 import torch
 
+import scorer_cbr
 from common import END, NULL, START, InputError
 
 
@@ -54,6 +55,8 @@ def test_deviations():
     assert authors.deviation(torch.tensor([3.0, 9.0]), theirs) == 1.0
     assert authors.deviation(torch.zeros(2), torch.zeros(3)) == float("inf")
     assert authors.deviation(torch.tensor(1e-9), torch.tensor(0.0), least=1.0) < 1e-8
+    nan = torch.tensor([3.0, float("nan")])
+    assert authors.deviation(nan, theirs) == authors.deviation(theirs, nan) == float("inf")
 
 
 def test_captions_of_random_inputs():
@@ -72,23 +75,55 @@ def test_idc_has_the_numbers_of_all_words():
     assert (numbers[START], numbers[76]) == (1, 5)  # BOS and MASK of clver/modules_finetune.py
 
 
-@pytest.mark.parametrize("method", authors.REPOSITORIES)
-def test_theirs_and_ours_compute_the_same(method, monkeypatch):
+@pytest.fixture
+def clones(monkeypatch) -> Path:
+    """The folder with clones. Tensors are float64, and what `compare` changes is restored."""
     folder = os.environ.get("AUTHORS")
     if not folder:
         pytest.skip("AUTHORS names no folder with clones of the authors' repositories")
-    clone = Path(folder, method)
-    assert authors.method_of(clone) == method
-    monkeypatch.setattr(torch.Tensor, "cuda", None)  # restored afterwards, as is .float
+    monkeypatch.setattr(torch.Tensor, "cuda", None)
     monkeypatch.setattr(torch.nn.Module, "cuda", None)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     torch.set_default_dtype(torch.float64)
-    try:
-        for _, theirs in authors.all_of(method, clone):
+    yield Path(folder)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("method", authors.REPOSITORIES)
+def test_theirs_and_ours_compute_the_same(method, clones):
+    clone = clones / method
+    assert authors.method_of(clone) == method
+    for cases in (authors.released_cases, authors.mini_cases):
+        for _, theirs in cases(method, clone):
             for what, value in authors.compare(theirs):
                 assert value < authors.ROUNDING, what
-    finally:
-        torch.set_default_dtype(torch.float32)
+    torch.set_default_dtype(torch.float32)
     recorded = released.RECORDED.read_text(encoding="utf-8")
     authors.record(method, clone)
     assert released.RECORDED.read_text(encoding="utf-8") == recorded
+
+
+def flipped(*matches):
+    return -SCORER_MATCH_LOSS(*matches)
+
+
+def of_changed_pairs(model, batches, cfg):
+    return SCORER_LOSSES(model, batches[:1], cfg)
+
+
+SCORER_MATCH_LOSS = scorer_cbr.match_loss
+SCORER_LOSSES = scorer_cbr.compute_losses
+FAULTS = {
+    "match_loss": flipped,
+    "compute_losses": of_changed_pairs,
+    "learning_rate": lambda cfg, step: 2 * cfg.lr,
+    "decode": lambda next_word, count, max_len, device: torch.ones(count, max_len).long(),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_of_ours_are_found(name, clones, monkeypatch):
+    monkeypatch.setattr(scorer_cbr, name, FAULTS[name])
+    for _, theirs in authors.mini_cases("SCORER", clones / "SCORER"):
+        deviations = [value for _, value in authors.compare(theirs)]
+        assert max(deviations) > 1e-3

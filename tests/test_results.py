@@ -62,7 +62,7 @@ def test_verdict(better, worse, answer):
 
 
 def test_pages_are_filled_in_from_records_of_the_same_code(tmp_path, monkeypatch):
-    for name in ("README", "RESULTS", "SCORES_PAGE", "DEVIATIONS_PAGE", "GUIDE"):
+    for name in ("README", "RESULTS", "SCORES_PAGE", "DEVIATIONS_PAGE", "RELEASED_PAGE", "GUIDE"):
         file = getattr(results, name)
         (tmp_path / file.name).write_bytes(file.read_bytes())
         monkeypatch.setattr(results, name, tmp_path / file.name)
@@ -70,10 +70,12 @@ def test_pages_are_filled_in_from_records_of_the_same_code(tmp_path, monkeypatch
     records = [record("RR", seed, 390.0 + n) for n, seed in enumerate(results.SEEDS)]
     for row in ("Subtraction", "SCORER, twice the steps", "SCORER+CBR, twice the steps"):
         records += [record(row, seed, 310.0 + len(row)) for seed in results.SEEDS]
+    records.append(record("SCORER's own code", 1, 250.0))
     small = next(iter(results.FEWER))
     records.append(record(small, 1111, 100.0, commit="c"))
-    # Variances of 1 and three times 0, with two degrees of freedom each: 3 sqrt(1/4 / 3 + 1/4 / 3)
-    assert results.noise(records, list(results.ROWS)) == pytest.approx(1.2247, abs=1e-4)
+    # Variances of 1 and three times 0, with two degrees of freedom each
+    assert results.pooled_variance(records, results.ROWS) == 0.25
+    assert results.standard_error(0.25, 3, 1) == pytest.approx((0.25 / 3 + 0.25) ** 0.5)
     same = {"scorer_cbr.py": ["b", "c"], "rdd_acr.py": ["a", "b"]}
     results.write_results({"same": same, "records": records})
     with pytest.raises(results.InputError, match="scorer_cbr.py are of a and c"):
@@ -88,6 +90,8 @@ def test_pages_are_filled_in_from_records_of_the_same_code(tmp_path, monkeypatch
     assert "| 126.8 > 126.0 |  | not run | +4 ± 0.0 | confirmed |" in page
     assert "| RR | `--w_match 0 --w_cbr 0` | 391.0 (2.0) |" in page
     assert "| RR+CBR | `--w_match 0` |  |" in page
+    released = results.RELEASED_PAGE.read_text(encoding="utf-8")
+    assert "| SCORER's own code | - | 250.0 | - | - | - | 250.0 |" in released
     readme = results.README.read_text(encoding="utf-8")
     assert "| Subtraction | 3 | 321.0 (0.0) |" in readme and "Computed on: a machine." in readme
     guide = results.GUIDE.read_text(encoding="utf-8")

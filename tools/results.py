@@ -1,13 +1,16 @@
 """Trains the rows of docs/results.md on mini, and fills in the tables of our pages. Not a test.
 
-    python tools/results.py                        run what is missing: nine hours on two cores
+    python tools/results.py                        run what is missing: all take 14 hours on two cores
     python tools/results.py --only SCORER+CBR GDE  only these rows
+    python tools/results.py --authors FOLDER       also the authors' own code, of which FOLDER has
+                                                   clones named SCORER and DIRL
     python tools/results.py --table                run nothing, only fill in the tables
 
-A row is a command. It is run with one, three or nine seeds, each run on one thread; two runs go on
-at a time. A finished run adds its record to tools/results.json: row, seed, commit, machine, minutes
-and scores. The commit is the last one that changed the code. To edit the code while runs are under
-way, start them in a clone. Runs are kept in runs/results, and an interrupted one is continued.
+A row is a command. It is run with one, three, five or nine seeds, each run on one thread; two runs
+go on at a time. A finished run adds its record to tools/results.json: row, seed, commit, machine,
+minutes and scores. The commit is the last one that changed the code. To edit the code while runs
+are under way, start them in a clone. Runs are kept in runs/results, and an interrupted one is
+continued.
 
 A table shows what one version of a script computes, and is refused if its records are of several.
 Most commits change how a script looks, not what it computes, so its records stay valid. Under
@@ -28,7 +31,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -39,6 +42,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rows import (
+    AT_PRESETS,
     FEWER,
     LONGER,
     OF_PAPERS,
@@ -48,6 +52,7 @@ from rows import (
     SCRIPTS,
     SEEDS,
     TWICE,
+    command_of,
     commands_of,
     folder_name,
     script_of,
@@ -69,6 +74,7 @@ RECORDS = HERE / "results.json"
 RESULTS = ROOT / "docs" / "results.md"
 SCORES_PAGE = ROOT / "docs" / "scores.md"
 DEVIATIONS_PAGE = ROOT / "docs" / "deviations.md"
+RELEASED_PAGE = ROOT / "docs" / "released.md"
 GUIDE = ROOT / "docs" / "own_pictures.md"
 README = ROOT / "README.md"
 RUNS = Path("runs/results")
@@ -176,10 +182,17 @@ def missing_runs(rows: list[str], commit: str) -> list[tuple[str, int, str]]:
     return missing
 
 
-def commands(row: str, seed: int, folder: Path, data_dir: str) -> list[list[str]]:
-    """What makes or continues a run in a folder: training and, for FEWER, evaluation elsewhere."""
-    script, *flags = ROWS[row].split()
-    start = [sys.executable, str(ROOT / script), "--device", "cpu", "--data_dir", data_dir]
+def commands(
+    row: str, seed: int, folder: Path, data_dir: str, clones: Path | None = None
+) -> list[list[str]]:
+    """What makes or continues a run in a folder: training and, for FEWER, evaluation elsewhere.
+    clones: the folder with clones of the authors' code."""
+    script, *flags = command_of(row).split()
+    program = [str(ROOT / script)]
+    if row in OWN_CODE:
+        method, _, _ = row.partition("'")
+        program = [str(HERE / "authors.py"), "train", str(clones / method)]
+    start = [sys.executable, *program, "--device", "cpu", "--data_dir", data_dir]
     # A row's own --data_dir comes later, so it is the one that counts.
     train = [*start, *flags, "--seed", str(seed), "--out_dir", str(folder)]
     if (folder / "last.pt").exists():
@@ -202,7 +215,7 @@ def finished(runs: Path, row: str) -> list[Path]:
     return folders
 
 
-def run(row: str, seed: int, commit: str, data_dir: str) -> None:
+def run(row: str, seed: int, commit: str, data_dir: str, clones: Path | None = None) -> None:
     """Makes or continues a run, whose output goes to <folder>.txt, and records it. If it fails, it
     is not recorded."""
     folder = RUNS / f"{folder_name(row)}-{seed}-{commit}"
@@ -212,7 +225,7 @@ def run(row: str, seed: int, commit: str, data_dir: str) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     began = time.perf_counter()
     with open(f"{folder}.txt", "a") as output:
-        for call in commands(row, seed, folder, data_dir):
+        for call in commands(row, seed, folder, data_dir, clones):
             done = subprocess.run(call, stdout=output, stderr=output, env=environment)
             if done.returncode:
                 print(f"{row}, seed {seed} failed; see {folder}.txt", flush=True)
@@ -266,22 +279,23 @@ def results_table(records: list[dict], rows: list[str], columns: list[str]) -> s
         cells = [cell(values(shown, row, column)) for column in columns]
         lines.append(table_line([row, str(seeds), *cells]))
     machines = "; ".join(sorted({record["machine"] for record in shown}))
-    about = f"{chance(records, TWICE[0] in rows)} Computed on: {machines}."
+    about = f"{chance(records, TWICE.keys() <= set(rows))} Computed on: {machines}."
     lines += ["", textwrap.fill(about, 120)]
     return "\n".join(lines) + "\n"
 
 
 def chance(records: list[dict], twice: bool) -> str:
     """How far scores differ by chance, in a sentence or, with the rows of twice the steps, two."""
-    of_means = noise(records, [row for row in ROWS if row not in TWICE])
+    variance = pooled_variance(records, AT_PRESETS)
+    of_means = 3 * standard_error(variance, 3, 3)
     about = f"By chance, two means of three seeds differ by up to {of_means:.0f} in semantic CIDEr"
     if not twice:
         return about + "."
-    # The variance of a run is 1, of a mean of three 1/3, and of two such means 2/3.
-    mean_and_run = of_means * math.sqrt((1 / 3 + 1) / (2 / 3))
-    of_runs = of_means * math.sqrt(2 / (2 / 3))
+    mean_and_run = 3 * standard_error(variance, 3, 1)
+    of_runs = 3 * standard_error(variance, 1, 1)
     about += f", a mean and a single run by {mean_and_run:.0f}, and two runs by {of_runs:.0f}."
-    return f"{about} With twice the steps, two means differ by up to {noise(records, TWICE):.0f}."
+    of_longer = 3 * standard_error(pooled_variance(records, TWICE), 3, 3)
+    return f"{about} With twice the steps, two means differ by up to {of_longer:.0f}."
 
 
 def scenes_table(records: list[dict]) -> str:
@@ -294,7 +308,7 @@ def scenes_table(records: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def pooled_variance(records: list[dict], rows: list[str]) -> float:
+def pooled_variance(records: list[dict], rows: Iterable[str]) -> float:
     """The variance of semantic CIDEr between the seeds of a row, pooled over these rows: squares
     over degrees of freedom."""
     squares = 0.0
@@ -307,9 +321,9 @@ def pooled_variance(records: list[dict], rows: list[str]) -> float:
     return squares / max(1, freedom)
 
 
-def noise(records: list[dict], rows: list[str]) -> float:
-    """Three standard errors of the difference between two means of three seeds of these rows."""
-    return 3 * math.sqrt(pooled_variance(records, rows) * 2 / 3)
+def standard_error(variance: float, seeds: int, other_seeds: int) -> float:
+    """Of the difference between two means of so many seeds."""
+    return math.sqrt(variance / seeds + variance / other_seeds)
 
 
 def verdict(better: list[float], worse: list[float], variance: float) -> tuple[str, str]:
@@ -319,7 +333,7 @@ def verdict(better: list[float], worse: list[float], variance: float) -> tuple[s
     if min(len(better), len(worse)) < 2:
         return "", "not run"
     gap = statistics.fmean(better) - statistics.fmean(worse)
-    error = math.sqrt(variance / len(better) + variance / len(worse))
+    error = standard_error(variance, len(better), len(worse))
     answer = "mini cannot tell"
     if abs(gap) > 3 * error:
         answer = "confirmed" if gap > 0 else "contradicted"
@@ -334,7 +348,7 @@ def claim_cells(cells: list[str], records: list[dict]) -> tuple[str, ...]:
     and at twice these steps."""
     better, worse = cells[1].split(" > ")
     assert {better, worse} <= set(ROWS), cells
-    variance = pooled_variance(records, [row for row in ROWS if row not in TWICE])
+    variance = pooled_variance(records, AT_PRESETS)
     at_presets = verdict(ciders(records, better), ciders(records, worse), variance)
     if not {better, worse} <= set(LONGER):
         return *at_presets, "", ""
@@ -358,6 +372,17 @@ def published_cells(cells: list[str], records: list[dict]) -> tuple[str, ...]:
 def deviation_cells(cells: list[str], records: list[dict]) -> tuple[str, ...]:
     """Cells: row, other row, what that one does -> CIDEr of both rows."""
     return cell(ciders(records, cells[0])), cell(ciders(records, cells[1]))
+
+
+def seed_cells(cells: list[str], records: list[dict]) -> list[str]:
+    """Cells: row -> CIDEr with each of five seeds, and of all."""
+    row = cells[0]
+    of_row = [record for record in records if record["row"] == row]
+    by_seed = []
+    for seed in seeds_of(row):
+        of_seed = [record for record in of_row if record["seed"] == seed]
+        by_seed.append(cell(ciders(of_seed, row)))
+    return [*by_seed, cell(ciders(of_row, row))]
 
 
 def flag_cells(script: str, cells: list[str], records: list[dict]) -> tuple[str]:
@@ -402,7 +427,8 @@ def write_tables() -> None:
     """Fills in the pages from the records alone. InputError if these are of commits that compute
     different things."""
     results = read_results()
-    records = [record for record in results["records"] if record["row"] in ROWS]
+    rows = ROWS | OWN_CODE
+    records = [record for record in results["records"] if record["row"] in rows]
     first = {}  # script -> the commit of its first record
     for record in records:
         row = record["row"]
@@ -412,12 +438,11 @@ def write_tables() -> None:
                 f"records of {script_of(row)} are of {commit} and {record['commit']}; run what is "
                 "missing or, if these compute the same, note it by tools/fingerprint.py --against"
             )
-    own = [record for record in results["records"] if record["row"] in OWN_CODE]
-    shown = [row for row in ROWS if row not in {*OF_PAPERS, *FEWER}]
-    shown += [row for row in OWN_CODE if ciders(own, row)]
-    fill(RESULTS, "results", lambda _: results_table(records + own, shown, COLUMNS))
+    shown = [row for row in rows if row not in {*OF_PAPERS, *FEWER}]
+    fill(RESULTS, "results", lambda _: results_table(records, shown, COLUMNS))
     fill(RESULTS, "claims", lambda table: filled(table, claim_cells, records))
-    fill(DEVIATIONS_PAGE, "deviations", lambda table: filled(table, deviation_cells, records + own))
+    fill(DEVIATIONS_PAGE, "deviations", lambda table: filled(table, deviation_cells, records))
+    fill(RELEASED_PAGE, "own code", lambda table: filled(table, seed_cells, records))
     for script in SCRIPTS:
         cells_of = partial(flag_cells, script)
         fill(RESULTS, f"flags of {script}", partial(filled, last_cells=cells_of, records=records))
@@ -431,9 +456,11 @@ def write_tables() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    rows = list(ROWS)
+    rows = [*ROWS, *OWN_CODE]
     text = f"only these rows, of {'; '.join(rows)}"
-    parser.add_argument("--only", nargs="+", choices=rows, default=rows, metavar="ROW", help=text)
+    parser.add_argument("--only", nargs="+", choices=rows, metavar="ROW", help=text)
+    text = "folder with clones of the authors' repositories: run their own code, too"
+    parser.add_argument("--authors", type=Path, metavar="FOLDER", help=text)
     parser.add_argument("--data_dir", default="data/mini")
     parser.add_argument("--table", action="store_true", help="only fill in the tables")
     args = parser.parse_args()
@@ -441,7 +468,10 @@ def main() -> None:
         write_tables()
         return
     commit = commit_of_the_code()
-    missing = missing_runs(args.only, commit)
+    chosen = args.only or (rows if args.authors else list(ROWS))
+    if args.authors is None and not OWN_CODE.keys().isdisjoint(chosen):
+        raise InputError(f"{' and '.join(OWN_CODE)} need --authors FOLDER")
+    missing = missing_runs(chosen, commit)
     print(f"{len(missing)} runs are missing", flush=True)
     # mini comes first, so that no run's minutes include its preparation.
     data.main(["mini", "--data_dir", args.data_dir, "--device", "cpu"])
@@ -450,8 +480,8 @@ def main() -> None:
         data.main(["mini", "--data_dir", root, "--scenes", str(scenes), "--device", "cpu"])
     with ThreadPoolExecutor(2) as pool:
         # Ctrl-C in a terminal reaches the runs under way as well: the next call continues them.
-        list(pool.map(lambda job: run(*job, args.data_dir), missing))
-    if missing_runs(args.only, commit):
+        list(pool.map(lambda job: run(*job, args.data_dir, args.authors), missing))
+    if missing_runs(chosen, commit):
         raise InputError("some runs failed, see above")
 
 
