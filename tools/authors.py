@@ -10,17 +10,17 @@
 
 `compare` gives both the same random weights and inputs, in float64 and without dropout. It prints
 how much they deviate, and exits with 1 if this is more than rounding. Their modules have the sizes
-of their configuration, so ours must have them, too. Ten steps are those of our `train` and of their
-optimiser, but IDC's are of Adam on the sum of its losses.
+of their configuration, so ours must have them, too. Our ten steps are those of `train`, and theirs
+have the optimiser and the total of their script; IDC's are steps of Adam.
 
-`train` trains their modules on mini, for SCORER and DIRL, with the options of our scripts. Loader,
-schedule, clipping, loss weights and selection are ours; modules, initial weights, losses and greedy
-decoding are theirs. A run writes what ours write. On mini, `compare` has these modules, too.
+`train` trains their modules on mini, for SCORER and DIRL, with our scripts' options for data and
+training. Loader, schedule, clipping, loss weights and selection are ours; modules, initial weights,
+losses and greedy decoding are theirs. A run writes what ours write. `compare` also compares these.
 
 Their files run from the clone, which stays as it is. In memory, this is changed:
 - `.cuda()` does nothing, so that a CPU will do. In compare, `.float()` gives float64.
-- On mini, their sizes, learning rate and loss weights become ours, also where they are fixed in the
-  text of a module (see Theirs).
+- On mini, their sizes, learning rate and loss weights become ours. Some sizes are fixed in the text
+  of a module (see Theirs).
 - IDC: our code chooses which words and cells both sides mask. [MASK] and [CLS], which our head
   lacks, and in decoding UNK, have no chance as outputs. Our LayerNorms compute what theirs do. The
   temperature of FDA is 0.01, because at 1, theirs, the loss is near ln 7 whatever the model does.
@@ -40,6 +40,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -83,8 +84,9 @@ def method_of(clone: Path) -> str:
     """The method whose code is in a folder. InputError if there is none, or not this commit's."""
     for method, (_, commit, file) in REPOSITORIES.items():
         if (clone / file).exists():
-            call = ["git", "-C", str(clone), "diff", "--quiet", commit, "--"]
-            call += ["*.py", "*.yaml", ":(glob)**/config/*.json"]
+            # Unless told that it is safe, git refuses a clone of another owner.
+            call = ["git", "-c", "safe.directory=*", "-C", str(clone), "diff", "--quiet", commit]
+            call += ["--", "*.py", "*.yaml", ":(glob)**/config/*.json"]
             if subprocess.run(call, capture_output=True).returncode == 0:
                 return method
             raise InputError(f"{clone} is not as in commit {commit}; {how_to_clone(method)}")
@@ -92,10 +94,10 @@ def method_of(clone: Path) -> str:
     raise InputError(f"{clone} is no clone of the authors' code; {commands}")
 
 
-def load_file(file: Path, numbers: dict | None = None) -> ModuleType:
-    """A file of the clone as a module. numbers: what stands in its text -> what replaces it."""
+def load_file(file: Path, replaced: dict | None = None) -> ModuleType:
+    """A file of the clone as a module. replaced: what stands in its text -> what replaces it."""
     text = file.read_text(encoding="utf-8")
-    for old, new in (numbers or {}).items():
+    for old, new in (replaced or {}).items():
         text = re.sub(rf"\b{re.escape(old)}\b", str(new), text)
     module = ModuleType(file.stem)
     exec(compile(text, str(file), "exec"), module.__dict__)
@@ -117,26 +119,29 @@ def cut(ids: Tensor) -> Tensor:
 class Theirs(nn.Module):
     """SCORER's or DIRL's modules, with the methods that our `train` and `evaluate` call."""
 
-    rows = {}  # as in TheirIDC
-    writes = True
+    rows = {}  # their parameter -> its rows that we have; no entry: all
+    writes = True  # captions
     batches = 2  # of a step: changed pairs, and distractor pairs
 
     def __init__(self, clone: Path, cfg, vocab_size: int, grid: tuple, max_len: int):
         super().__init__()
         assert grid[1] == grid[2], "their position embeddings are for square grids"
-        stay_on_cpu()
         self.clone = clone
         self.cfg = cfg
         self.sizes = (vocab_size, grid, max_len)
-        self.on_mini = cfg.dataset == "mini"
-        self.numbers = {}  # what stands in the text of their modules -> our number
-        if self.on_mini:  # rows and columns, width, heads of CBR, dropout
-            self.numbers = {"14": grid[1], "512": cfg.dim, "num_heads=8": f"num_heads={cfg.heads}"}
-            self.numbers["0.1"] = cfg.dropout
+        self.resized = cfg.dataset not in self.datasets  # mini
+        self.replaced = {}  # in the text of their modules
+        if self.resized:
+            self.replaced = {
+                "14": grid[1],  # rows and columns
+                "512": cfg.dim,
+                "num_heads=8": f"num_heads={cfg.heads}",  # of CBR
+                "0.1": cfg.dropout,
+            }
         self.make()
 
     def load(self, name: str) -> ModuleType:
-        return load_file(self.clone / "models" / name, self.numbers)
+        return load_file(self.clone / "models" / name, self.replaced)
 
     def configure(self, yaml: str) -> None:
         """Their configuration; on mini, with our sizes and learning rate."""
@@ -144,25 +149,21 @@ class Theirs(nn.Module):
         config = load_file(self.clone / "configs/config_transformer.py")
         config.merge_cfg_from_file(self.clone / "configs/dynamic" / yaml)
         self.config = config.cfg
-        if not self.on_mini:
+        if not self.resized:
             return
-        encoder = self.config.model.transformer_encoder
-        decoder = self.config.model.transformer_decoder
-        for part in (encoder, decoder):
-            part.att_dim = self.cfg.dim
-            part.att_head = self.cfg.heads
-        decoder.vocab_size, grid, decoder.seq_length = self.sizes
-        encoder.feat_dim = grid[0] + 2 * self.cfg.use_coords
-        encoder.emb_dim = self.cfg.dim
-        encoder.att_layer = self.cfg.layers
-        decoder.att_layer = self.cfg.decoder_layers
-        decoder.word_dim = self.cfg.word_dim
-        self.config.train.optim.lr = self.cfg.lr
+        cfg = self.cfg
+        words, (channels, _, _), max_len = self.sizes
+        both = {"att_dim": cfg.dim, "att_head": cfg.heads}
+        encoder = {"feat_dim": channels + 2 * cfg.use_coords, "emb_dim": cfg.dim}
+        encoder["att_layer"] = cfg.layers
+        decoder = {"vocab_size": words, "seq_length": max_len, "word_dim": cfg.word_dim}
+        decoder["att_layer"] = cfg.decoder_layers
+        self.config.model.transformer_encoder.update(both | encoder)
+        self.config.model.transformer_decoder.update(both | decoder)
+        self.config.train.optim.lr = cfg.lr
 
     def detect(self, before: Tensor, after: Tensor) -> tuple:
-        if self.cfg.use_coords:
-            return self.detector(self.add_coords(before), self.add_coords(after))
-        return self.detector(before, after)
+        return self.detector(self.add_coords(before), self.add_coords(after))
 
     def labels(self, caption: Tensor) -> tuple[Tensor, Tensor]:
         """What their loaders give with caption (B, L): next words, -1 for padding; a mask, 1 at
@@ -193,8 +194,8 @@ class Theirs(nn.Module):
 
     def total(self, losses: dict[str, Tensor]) -> Tensor:
         """The expression in their training script; on mini, ours."""
-        if self.on_mini:
-            return self.method.total_loss(losses, self.cfg)
+        if self.resized:
+            return self.module.total_loss(losses, self.cfg)
         text = (self.clone / self.script).read_text(encoding="utf-8")
         values = {theirs: losses[name] for name, theirs in self.loss_names.items()}
         return eval(re.search("total_loss = (.*)", text)[1], values)
@@ -205,15 +206,39 @@ class Theirs(nn.Module):
         for inputs in steps:
             both = [data.Batch(x["before"], x["after"], x["caption"], [], []) for x in inputs]
             batches.append(tuple(both))
-        # Mini's schedule and clipping are not in their code.
-        cfg = dataclasses.replace(self.cfg, steps=STEPS, schedule="step", warmup=0, grad_clip=0)
+        words, grid, max_len = self.sizes
+        dataset = SimpleNamespace(vocab=range(words), grid=grid, max_len=max_len, state=dict)
+        dataset.train_batches = lambda *_: batches
+        dataset.eval_batches = lambda *_: ()
+        dataset.results = lambda *_, **__: {}
+        # Mini's schedule and clipping are not in their code. The rate drops once.
+        cfg = dataclasses.replace(self.cfg, steps=STEPS, schedule="step", lr_drop=STEPS // 2)
+        cfg = dataclasses.replace(cfg, warmup=0, grad_clip=0)
         with (
+            torch.random.fork_rng(devices=[]),  # `train` sets the seed
             tempfile.TemporaryDirectory() as folder,
             contextlib.redirect_stdout(io.StringIO()),
-            patch.object(self.method, self.Ours.__name__, lambda *_: ours),
+            patch.object(self.module, self.Ours.__name__, lambda *_: ours),
         ):
             cfg.out_dir = f"{folder}/run"
-            self.method.train(cfg, GivenBatches(self.sizes, batches))
+            self.module.train(cfg, dataset)
+
+    def their_steps(self, steps: list[list[dict]]) -> None:
+        optimizer = self.optimizer([p for p in self.parameters() if p.requires_grad])
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, STEPS // 2, 0.1)
+        for inputs in steps:
+            losses = {}
+            for x in inputs:
+                for name, loss in self.losses(x).items():
+                    losses[name] = losses.get(name, 0) + loss / len(inputs)
+            optimizer.zero_grad()
+            self.total(losses).backward()
+            optimizer.step()
+            self.after_step()
+            schedule.step()
+
+    def after_step(self) -> None:
+        """What their script does after a step of its optimiser."""
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return load_file(self.clone / "utils/utils.py").build_optimizer(parameters, self.config)
@@ -235,7 +260,7 @@ class Theirs(nn.Module):
 
 
 class TheirSCORER(Theirs):
-    method = scorer_cbr
+    module = scorer_cbr
     Ours = scorer_cbr.SCORER
     datasets = ("clevr_change",)
     n_differences = 1  # of what the detector returns, so much goes to the speaker
@@ -247,7 +272,7 @@ class TheirSCORER(Theirs):
         self.configure("transformer.yaml")
         encoder = self.load("SCORER.py")
         cbr = self.load("CBR.py")
-        self.add_coords = encoder.AddSpatialInfo()
+        self.add_coords = encoder.AddSpatialInfo() if self.cfg.use_coords else nn.Identity()
         self.detector = encoder.ChangeDetector(self.config)
         self.speaker = self.load("transformer_decoder.py").Speaker(self.config)
         self.cbr = cbr.CBR(self.config).requires_grad_(False)  # not in their optimiser
@@ -270,16 +295,17 @@ class TheirSCORER(Theirs):
         self.seen["scores"] = scores[0, 0, :3]
         return {"caption": loss, "match": match, "cbr": cbr}
 
-    def clamp_scales(self) -> None:
-        """What their script does after each step."""
+    def after_step(self) -> None:
         for scale in (self.detector.scorer[-1].attention.logit_scale, self.cbr.contra.logit_scale):
-            scale.data.clamp_(max=torch.tensor(100.0).log().item())
+            scale.data.clamp_(max=math.log(100))
+
+    clamp_scales = after_step  # as our `train` calls it
 
 
 class TheirDIRL(Theirs):
     """On mini, it has the decoder of CLEVR-DC's code, as our --variant released has."""
 
-    method = dirl_ccr
+    module = dirl_ccr
     Ours = dirl_ccr.DIRL
     datasets = ("clevr_change", "clevr_dc")
     n_differences = 2
@@ -292,7 +318,7 @@ class TheirDIRL(Theirs):
         self.maps = released.dirl_names(self.sizes[0], encoder.feat_dim, of_dc)
         self.script = "train.py" if of_dc else "train_clevr_change.py"
         encoder = self.load("DIRL.py")
-        self.add_coords = encoder.AddSpatialInfo()
+        self.add_coords = encoder.AddSpatialInfo() if self.cfg.use_coords else nn.Identity()
         self.detector = encoder.DIRL(self.config)
         self.speaker = self.load("CCR.py" if of_dc else "CCR_no_init.py").CCR(self.config)
 
@@ -308,41 +334,34 @@ class TheirDIRL(Theirs):
 class TheirIDC(nn.Module):
     """IDC's modules of a stage, "pretrain" or "finetune"."""
 
-    method = idc_pretrain
+    module = idc_pretrain
     maps = released.idc_names()
-    on_mini = False
+    resized = False
     batches = 1  # both sorts of pairs
     sizes = (76, (2048, 7, 7), 40)
     seen = {}
     # Our ids NULL, UNK, START, END, the words, [MASK], [CLS] -> theirs.
-    numbers = torch.tensor([0, 3, 1, 2, *range(6, 78), 5, 4])
-    # Their parameter -> its rows that we have, in our order. The six types are those of [IMG1],
-    # [IMG2], [CLS], both images and the text.
+    their_ids = torch.tensor([0, 3, 1, 2, *range(6, 78), 5, 4])
+    # In our order. The six types are those of [IMG1], [IMG2], [CLS], both images and the text.
     rows = {
-        "word_embedding.weight": numbers,
-        "output_layer.weight": numbers[:76],
-        "output_layer.bias": numbers[:76],
+        "word_embedding.weight": their_ids,
+        "output_layer.weight": their_ids[:76],
+        "output_layer.bias": their_ids[:76],
         "position_encoding.type_pe.weight": torch.tensor([1, 3, 5, 2, 4, 6]),
     }
 
     def __init__(self, clone: Path, cfg, stage: str):
         super().__init__()
-        stay_on_cpu()
         self.clone = clone
         self.cfg = cfg
         self.stage = stage
         self.writes = stage == "finetune"
         file = clone / f"clver/config/{stage}_clver.json"
         self.config = SimpleNamespace(**json.loads(file.read_text(encoding="utf-8")))
-        options = {
-            "n_hidden": self.config.n_embs,
-            "ff_dim": self.config.dim_ff,
-            "img_enc_block": 1,  # their default
-            "vocab_size": 78,
-            "CLS": 4,
-        }
+        options = {"n_hidden": self.config.n_embs, "ff_dim": self.config.dim_ff}
         for name in ("img_embs", "n_head", "n_block", "dropout", "max_len"):
             options[name] = getattr(self.config, name)
+        options |= {"img_enc_block": 1, "vocab_size": 78, "CLS": 4}  # the first is their default
         if stage == "pretrain":
             options |= {"tasks": [], "tmp": cfg.tau_fda}
         self.model = load_file(clone / f"clver/modules_{stage}.py").Model(**options)
@@ -358,18 +377,19 @@ class TheirIDC(nn.Module):
     def images(self, before: Tensor, after: Tensor) -> dict[str, Tensor]:
         return {"img1": before.flatten(2).mT, "img2": after.flatten(2).mT}
 
-    def forward(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
-        """x as released.idc_inputs has it -> the losses of the stage."""
+    def losses(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
+        """x as released.idc_inputs has it -> the losses of the stage, reduced as in pretrain.py:161
+        and finetune.py:155-162 of clver."""
         batch = self.images(x["before"], x["after"])
-        batch["cap"] = self.numbers[x["ids"]]
-        batch["cap_label"] = self.numbers[x["target"]].masked_fill(x["target"] == NULL, -1)
+        batch["cap"] = self.their_ids[x["ids"]]
+        batch["cap_label"] = self.their_ids[x["target"]].masked_fill(x["target"] == NULL, -1)
         if self.stage == "finetune":
             words, judge = self.model(batch | {"diff_label": x["changed"].long()})
             return {"caption": words.sum(), "judge": judge.sum()}
         mlm, _ = self.model(batch, "mlm")
         captions = torch.cat([x["caption"][:, None], x["rewritten"]], 1)
-        fda, _ = self.model(batch | {"caps": self.numbers[captions]}, "fda")
-        batch["cap"] = self.numbers[x["caption"]]
+        fda, _ = self.model(batch | {"caps": self.their_ids[captions]}, "fda")
+        batch["cap"] = self.their_ids[x["caption"]]
         batch["img_label"] = torch.cat([batch["img1"], batch["img2"]], 1)  # (B, 2N, C)
         batch["img_mask"] = torch.zeros(batch["img_label"].shape[:2], dtype=torch.bool)
         batch["img_mask"].view(-1)[x["places"]] = True
@@ -381,110 +401,88 @@ class TheirIDC(nn.Module):
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
         head = self.model.output_layer
-        unk = self.numbers[UNK]
+        unk = self.their_ids[UNK]
         hook = head.register_forward_hook(lambda _, args, y: y.index_fill(-1, unk, -1e9))
         ids = self.model.greedy(*self.images(before, after).values())
         hook.remove()
-        return cut(self.numbers.argsort()[ids])
-
-    def losses(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self(x)
+        return cut(self.their_ids.argsort()[ids])  # argsort inverts their_ids
 
     def our_losses(self, ours: nn.Module, x: dict[str, Tensor]) -> dict[str, Tensor]:
         return released.idc_losses(ours, x, self.stage)
-
-    def total(self, losses: dict[str, Tensor]) -> Tensor:
-        return sum(losses.values())
 
     def our_steps(self, ours: nn.Module, steps: list[list[dict]]) -> None:
         """Our `train` draws a task for each step, and masks. So these are steps of Adam alone."""
         decay = self.cfg.weight_decay
         optimizer = torch.optim.Adam(ours.parameters(), self.config.lr, weight_decay=decay)
-        for inputs in steps:
+        for (x,) in steps:
             optimizer.zero_grad()
-            self.total(self.our_losses(ours, *inputs)).backward()
+            idc_pretrain.total_loss(self.our_losses(ours, x), self.cfg).backward()
             optimizer.step()
 
-    def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def their_steps(self, steps: list[list[dict]]) -> None:
         decay = self.config.weight_decay
-        return torch.optim.Adam(parameters, self.config.lr, weight_decay=decay)
+        optimizer = torch.optim.Adam(self.parameters(), self.config.lr, weight_decay=decay)
+        for (x,) in steps:
+            optimizer.zero_grad()
+            sum(self.losses(x).values()).backward()
+            optimizer.step()
 
     def rates(self) -> tuple[list[float], list[float]]:
-        # Their file parses a command line as it is loaded.
+        # As it is loaded, their file parses a command line, and seeds Python's and NumPy's numbers.
         sys.modules["para"] = SimpleNamespace(parse_args=lambda: SimpleNamespace(seed=0))
         rate = load_file(self.clone / "clver/utils.py").get_lr_sched
         first = self.stage == "pretrain"
-        steps = self.cfg.pretrain_steps if first else self.cfg.steps
-        ours = [idc_pretrain.released_rate(self.cfg, self.stage, step) for step in range(steps)]
-        steps = range(self.config.total_train_steps)
-        return ours, [rate(step, self.config, pretrain=first) for step in steps]
+        count = self.cfg.pretrain_steps if first else self.cfg.steps
+        ours = [idc_pretrain.rate_of(self.cfg, self.stage, step) for step in range(count)]
+        theirs = range(self.config.total_train_steps)
+        return ours, [rate(step, self.config, pretrain=first) for step in theirs]
 
 
-class GivenBatches:
-    """What our `train` reads of a data set: batches, and no pairs for validation."""
-
-    def __init__(self, sizes: tuple, batches: list[tuple]):
-        words, self.grid, self.max_len = sizes
-        self.vocab = range(words)
-        self.batches = batches
-
-    def train_batches(self, *_) -> list[tuple]:
-        return self.batches
-
-    def eval_batches(self, *_) -> tuple:
-        return ()
-
-    def results(self, *_, **__) -> dict:
-        return {}
-
-    def state(self) -> dict:
-        return {}
+THEIRS = {"SCORER": TheirSCORER, "DIRL": TheirDIRL}
 
 
-def released_cases(method: str, clone: Path) -> Iterator[tuple[str, nn.Module]]:
-    """A method's data sets with released code or, for IDC, its stages, and their modules."""
+def cases(method: str, clone: Path) -> Iterator[tuple[str, nn.Module]]:
+    """A method's data sets with released code, and mini, or IDC's stages; and their modules."""
     if method == "IDC":
         cfg = released_config(idc_pretrain, "clevr_change")
         cfg.tau_fda = 0.01
         for stage in ("pretrain", "finetune"):
             yield stage, TheirIDC(clone, cfg, stage).eval()
         return
-    Their = {"SCORER": TheirSCORER, "DIRL": TheirDIRL}[method]
-    for dataset in Their.datasets:
-        words, length, _ = released.SIZES[dataset]
-        cfg = released_config(Their.method, dataset)
-        yield dataset, Their(clone, cfg, words, (1024, 14, 14), length).eval()
+    Their = THEIRS[method]
+    for dataset in (*Their.datasets, "mini"):
+        sizes = MINI
+        if dataset != "mini":
+            words, length, _ = released.SIZES[dataset]
+            sizes = (words, (1024, 14, 14), length)
+        yield dataset, Their(clone, released_config(Their.module, dataset), *sizes).eval()
 
 
-def mini_cases(method: str, clone: Path) -> Iterator[tuple[str, nn.Module]]:
-    """What `train` trains."""
-    if method != "IDC":
-        Their = {"SCORER": TheirSCORER, "DIRL": TheirDIRL}[method]
-        yield "mini", Their(clone, released_config(Their.method, "mini"), *MINI).eval()
-
-
-def released_config(file: ModuleType, dataset: str):
+def released_config(module: ModuleType, dataset: str):
     """The Config of a method's --variant released."""
-    cfg = preset(file.Config, file.PRESETS, file.RELEASED, dataset, "released")
+    cfg = preset(module.Config, module.PRESETS, module.RELEASED, dataset, "released")
     cfg.device = "cpu"
     return cfg
 
 
-# Their parameters that nothing reads, or that our model has only in another stage
-LEFT_OUT = ("detector.scorer.0.attention.logit_scale", "model.pooler.0.weight")
+class Shared(NamedTuple):
+    """A parameter of theirs that we have, too."""
+
+    parameter: Tensor
+    rows: object  # those that we have, in our order; ... stands for all
+    ours: list[str]  # our names of its parts
 
 
-def named(theirs: nn.Module) -> dict[str, tuple[Tensor, object]]:
-    """Their names, as in released.py, of the parameters that we have -> the parameter, its rows."""
+def shared(theirs: nn.Module) -> dict[str, Shared]:
+    """Their parameters that we have, by their names, as in released.py."""
     names = released.merged(theirs.maps)
     found = {}
     for full_name, p in theirs.named_parameters():
         _, _, name = full_name.partition(".")  # without our name of their module
-        target, shape = names[name]
-        if target and (theirs.on_mini or p.shape[1:] == shape[1:]):
-            found[name] = (p, theirs.rows.get(name, ...))
-        else:
-            assert full_name in LEFT_OUT, full_name
+        parts = released.parts_of(name, names)
+        of_judge = name.startswith("pooler") and not theirs.writes  # pre-training has another one
+        if parts and not of_judge:
+            found[name] = Shared(p, theirs.rows.get(name, ...), parts)
     return found
 
 
@@ -500,6 +498,7 @@ def random_inputs(words: int, grid: tuple[int, int, int], length: int) -> dict[s
     for of_pair in caption:
         end = int(torch.randint(5, length, ()))
         of_pair[:, 0] = START
+        of_pair[:, 2] = UNK
         of_pair[:, end] = END
         of_pair[:, end + 1 :] = NULL
     ids, target = idc_pretrain.released_mask_words(caption[:, 0], words, 0.15)
@@ -523,16 +522,14 @@ class Both:
     def __init__(self, theirs: nn.Module):
         self.theirs = theirs
         self.ours = theirs.Ours(theirs.cfg, *theirs.sizes).eval()
-        self.names = released.merged(theirs.maps)
-        self.of_ours = dict(self.ours.named_parameters())
-        self.of_theirs = named(theirs)
+        self.shared = shared(theirs)
 
     def values(self, read: Callable[[Tensor], Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """What `read` reads of each parameter: its name in their code -> ours, theirs."""
+        of_ours = dict(self.ours.named_parameters())
         result = {}
-        for name, (p, rows) in self.of_theirs.items():
-            parts = released.parts_of(name, self.names)
-            ours = torch.cat([read(self.of_ours[part]).flatten() for part in parts])
+        for name, (p, rows, parts) in self.shared.items():
+            ours = torch.cat([read(of_ours[part]).flatten() for part in parts])
             result[name] = (ours, read(p)[rows].flatten())
         return result
 
@@ -549,16 +546,16 @@ class Both:
     def copy_weights(self) -> None:
         """Our weights into theirs."""
         for name, (value, _) in self.values(lambda p: p.data).items():
-            p, rows = self.of_theirs[name]
+            p, rows, _ = self.shared[name]
             p.data[rows] = value.view_as(p.data[rows])
 
     def compare_losses(self) -> Iterator[tuple[str, float]]:
         """Each loss, and its gradients in all parameters, also in those that are not trained."""
-        trained = [p for model in (self.ours, self.theirs) for p in model.parameters()]
-        trained = [p for p in trained if p.requires_grad]
-        self.ours.requires_grad_(True)
-        self.theirs.requires_grad_(True)
         x = random_inputs(*self.theirs.sizes)
+        parameters = [*self.ours.parameters(), *self.theirs.parameters()]
+        frozen = [p for p in parameters if not p.requires_grad]
+        for p in frozen:
+            p.requires_grad_(True)
         our_losses = self.theirs.our_losses(self.ours, x)
         for name, loss in self.theirs.losses(x).items():
             yield f"loss {name}", deviation(our_losses[name], loss)
@@ -570,10 +567,8 @@ class Both:
             least = 1e-6 * max(g.norm().item() for _, g in gradients.values())
             worst = max(deviation(*pair, least) for pair in gradients.values())
             yield f"gradients of {name}, worst of {len(gradients)} tensors", worst
-        self.ours.requires_grad_(False)
-        self.theirs.requires_grad_(False)
-        for p in trained:
-            p.requires_grad_(True)
+        for p in frozen:
+            p.requires_grad_(False)
 
     def compare_steps(self) -> Iterator[tuple[str, float]]:
         """What steps of training change."""
@@ -581,12 +576,12 @@ class Both:
             if p.ndim == 0:  # a temperature
                 p.data.fill_(4.7)  # above its limit, ln 100 = 4.6
         start = self.values(lambda p: p.data.clone())
+        sizes = self.theirs.sizes
         steps = []
         for _ in range(STEPS):
-            sizes = self.theirs.sizes
             steps.append([random_inputs(*sizes) for _ in range(self.theirs.batches)])
         self.theirs.our_steps(self.ours, steps)
-        their_steps(self.theirs, steps)
+        self.theirs.their_steps(steps)
         changes = []
         for name, pair in self.values(lambda p: p.data).items():
             changes.append(torch.stack(pair) - torch.stack(start[name]))
@@ -594,36 +589,28 @@ class Both:
         yield f"changes of the weights in {STEPS} steps", deviation(ours, theirs)
 
     def compare_captions(self) -> Iterator[tuple[str, float]]:
-        """Greedy captions of more than one word, at least one of which ends."""
+        """Greedy captions, and SCORER's and DIRL's attention. END takes the place of an id that
+        stands nowhere first, so a caption has words and ends. UNK would be the likeliest word."""
         x = random_inputs(*self.theirs.sizes)
         pair = (x["before"], x["after"])
-        later = set()  # words that stand later in a caption, but nowhere first
+        later = set()
         while not later:
             self.draw_weights()
             ids = self.theirs.generate(*pair)[:, 1:]
             later = set(ids.flatten().tolist()) - set(ids[:, 0].tolist())
-        word = max(later)  # END takes its place
-        head = self.ours.head if self.theirs.method is idc_pretrain else self.ours.decoder.head
+        word = max(later)
+        head = getattr(self.ours, "decoder", self.ours).head
         for p in head.parameters():
             p.data[[word, END]] = p.data[[END, word]]
+        head.bias.data[UNK] = 9
         self.copy_weights()
-        differ = self.ours.generate(*pair) != self.theirs.generate(*pair)
+        ids = self.theirs.generate(*pair)
+        differ = self.ours.generate(*pair) != ids
         yield "greedy captions, share of different words", differ.double().mean().item()
-
-
-def their_steps(theirs: nn.Module, steps: list[list[dict]]) -> None:
-    """The steps of their training script."""
-    optimizer = theirs.optimizer([p for p in theirs.parameters() if p.requires_grad])
-    for inputs in steps:
-        losses = {}
-        for x in inputs:
-            for name, loss in theirs.losses(x).items():
-                losses[name] = losses.get(name, 0) + loss / len(inputs)
-        optimizer.zero_grad()
-        theirs.total(losses).backward()
-        optimizer.step()
-        if theirs.method is scorer_cbr:
-            theirs.clamp_scales()
+        if self.theirs.module is not idc_pretrain:
+            ours = self.ours.attention_map(*pair, ids)["attention"]
+            theirs = self.theirs.attention_map(*pair, ids)["attention"]
+            yield "attention over cells", deviation(ours, theirs)
 
 
 def compare(theirs: nn.Module) -> Iterator[tuple[str, float]]:
@@ -634,7 +621,7 @@ def compare(theirs: nn.Module) -> Iterator[tuple[str, float]]:
     yield from both.compare_steps()
     if theirs.writes:
         yield from both.compare_captions()
-    if not theirs.on_mini:
+    if not theirs.resized:
         our_rates, their_rates = theirs.rates()
         different = deviation(torch.tensor(our_rates), torch.tensor(their_rates))
         yield f"learning rates of {len(their_rates)} steps", different
@@ -651,42 +638,41 @@ def record(method: str, clone: Path) -> None:
     """Compute what released.json has of a method, with the weights and inputs of the tests."""
     content = json.loads(released.RECORDED.read_text(encoding="utf-8"))
     content[method] = {}
-    for title, theirs in released_cases(method, clone):
-        found = named(theirs.double())
+    models = [(title, theirs) for title, theirs in cases(method, clone) if not theirs.resized]
+    torch.set_default_dtype(torch.float64)  # not earlier: their tables of positions are float32
+    for title, theirs in models:
+        found = shared(theirs.double())
         for name, value in released.streams(theirs.maps):
             if name in found:
-                p, rows = found[name]
-                p.data[rows] = value
-        x = released.idc_inputs()
-        if method != "IDC":
+                found[name].parameter.data[found[name].rows] = value
+        if method == "IDC":
+            x = released.idc_inputs()
+        else:
             words, _, length = theirs.sizes
-            x["before"], x["after"], x["caption"] = released.inputs(words, length)
-        torch.set_default_dtype(torch.float64)  # not earlier: their tables of positions are float32
+            x = dict(
+                zip(("before", "after", "caption"), released.inputs(words, length), strict=True)
+            )
         losses = theirs.losses(x)
         released.total(losses).backward()
         new = {name: rounded(v, 6 if v.ndim else 3) for name, v in theirs.seen.items()}
         digits = 7 if method == "IDC" else 6
         new["losses"] = {name: rounded(loss, digits) for name, loss in losses.items()}
-        norms = {name: found[name][0].grad.norm() for name in released.GRADIENTS[method, title]}
+        names = released.GRADIENTS[method, title]
+        norms = {name: found[name].parameter.grad.norm() for name in names}
         new["gradients"] = {name: rounded(norm, 6) for name, norm in norms.items()}
         if theirs.writes:
             new["ids"] = theirs.generate(x["before"], x["after"])[0, : released.IDS].tolist()
         content[method][title] = new
-        torch.set_default_dtype(torch.float32)
     write_text(released.RECORDED, json.dumps(content, indent=1) + "\n")
 
 
 def train(method: str, clone: Path, flags: list[str]) -> None:
     """Run our script of the method. Their modules stand in for our class."""
-    flags = [*flags, "--variant", "released", "--device", "cpu"]
-    if method == "SCORER":
-        scorer_cbr.SCORER = partial(TheirSCORER, clone)
-        scorer_cbr.main(flags)
-    elif method == "DIRL":
-        dirl_ccr.DIRL = partial(TheirDIRL, clone)
-        dirl_ccr.main(flags)
-    else:
+    if method not in THEIRS:
         raise InputError("train is for SCORER and DIRL; the two stages of IDC are two models")
+    module = THEIRS[method].module
+    setattr(module, method, partial(THEIRS[method], clone))
+    module.main([*flags, "--variant", "released", "--device", "cpu"])
 
 
 # ---- command line --------------------------------------------------------------------------------
@@ -694,22 +680,27 @@ def train(method: str, clone: Path, flags: list[str]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("use", choices=["compare", "record", "train"])
-    parser.add_argument("clone", type=Path, help="folder of a clone of the authors' repository")
+    uses = parser.add_subparsers(dest="use", required=True)
+    for use in ("compare", "record", "train"):
+        text = "folder of a clone of the authors' repository"
+        uses.add_parser(use, allow_abbrev=False).add_argument("clone", type=Path, help=text)
+    text = "of weights and inputs (default: 1)"
+    uses.choices["compare"].add_argument("--seed", type=int, default=1, help=text)
     args, flags = parser.parse_known_args(argv)
+    if flags and args.use != "train":  # train's are those of our script
+        parser.error(f"unknown: {' '.join(flags)}")
     method = method_of(args.clone)
+    stay_on_cpu()
     if args.use == "train":
         train(method, args.clone, flags)
         return
-    parser.add_argument("--seed", type=int, default=1, help="of weights and inputs to compare")
-    args = parser.parse_args(argv)
     if args.use == "record":
         record(method, args.clone)
         return
     torch.set_default_dtype(torch.float64)
     torch.Tensor.float = torch.Tensor.double
     worst = 0.0
-    for title, theirs in [*released_cases(method, args.clone), *mini_cases(method, args.clone)]:
+    for title, theirs in cases(method, args.clone):
         print(f"{method}, {title}, seed {args.seed}", flush=True)
         torch.manual_seed(args.seed)
         for what, value in compare(theirs):

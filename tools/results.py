@@ -1,6 +1,6 @@
 """Trains the rows of docs/results.md on mini, and fills in the tables of our pages. Not a test.
 
-    python tools/results.py                        run what is missing: all take 14 hours on two cores
+    python tools/results.py                        run what is missing: 14 hours on two cores
     python tools/results.py --only SCORER+CBR GDE  only these rows
     python tools/results.py --authors FOLDER       also the authors' own code, of which FOLDER has
                                                    clones named SCORER and DIRL
