@@ -224,6 +224,7 @@ class Theirs(nn.Module):
             self.module.train(cfg, dataset)
 
     def their_steps(self, steps: list[list[dict]]) -> None:
+        """The same steps with their optimiser and total; the rate drops as in our_steps."""
         optimizer = self.optimizer([p for p in self.parameters() if p.requires_grad])
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, STEPS // 2, 0.1)
         for inputs in steps:
@@ -268,6 +269,7 @@ class TheirSCORER(Theirs):
     loss_names = {"caption": "speaker_loss", "match": "sim_loss", "cbr": "cycle_loss"}
 
     def make(self) -> None:
+        """Load their modules, and map their parameters' names to ours."""
         self.maps = released.scorer_names(self.cfg.layers)
         self.configure("transformer.yaml")
         encoder = self.load("SCORER.py")
@@ -312,6 +314,7 @@ class TheirDIRL(Theirs):
     loss_names = {"caption": "speaker_loss", "dirl": "dirl_loss", "ccr": "ccr_loss"}
 
     def make(self) -> None:
+        """Load their modules, and map their parameters' names to ours."""
         of_dc = self.cfg.input_norm
         self.configure("transformer_dc.yaml" if of_dc else "transformer_clevr_change.yaml")
         encoder = self.config.model.transformer_encoder
